@@ -1,0 +1,394 @@
+"""How a stage talks to the one that started it.  `python -m pipeline.stages.NAME --spec spec.json`
+
+spec.json     {"stage", "out", "inputs": {name: path}, "settings": {...}, "events": path or absent}
+out/          begun.json      written first: the key of the configuration that this folder belongs to
+              manifest.json   written last: digests of inputs, settings, code, result, artifacts, `complete`
+events file   one JSON object a line: progress, metric, fact, artifact, warning, error, result (each with `t`, Unix seconds)
+
+A stage that is killed and started again with the same spec continues where it was; with another configuration it is
+refused, because a folder that mixes two configurations looks whole and is not. Standard library only: this ships.
+
+Exit codes: 0 done · 1 failed · 3 refused (a sentence says why) · 143 ended by SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+FAILED, REFUSED, TERMINATED = 1, 3, 143
+MANIFEST_SCHEMA = 1
+PROGRESS_SECONDS = 1.0  # at most one progress line in this time: the reader is a person or a mirror over SSH
+
+
+class Refused(Exception):
+    """The stage will not go on, and the sentence says why. No traceback: nothing is broken in the program."""
+
+    def __init__(self, id: str, text: str) -> None:
+        super().__init__(text)
+        self.id = id
+
+
+class Terminated(BaseException):
+    """SIGTERM. Not an Exception, so that a stage's own `except Exception` cannot swallow it."""
+
+
+class Stage:
+    """One run of a stage: where its inputs and its output folder are, and how it reports."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self.name: str = spec["stage"]
+        self.out = Path(spec["out"])
+        self.inputs = {name: Path(path) for name, path in spec.get("inputs", {}).items()}
+        self.settings: dict[str, Any] = dict(spec.get("settings", {}))
+        self.events = Path(spec["events"]) if spec.get("events") else None
+        self.artifacts: dict[str, dict[str, Any]] = {}
+        self._progress_at = 0.0
+        self._rate = _Rate()
+
+    def progress(self, done: float, total: float, unit: str, **extra: Any) -> None:
+        """Say how far we are. Cheap to call in a loop: it writes at most once a second, and always at the end."""
+        now = time.time()
+        self._rate.note(now, done)
+        if now - self._progress_at < PROGRESS_SECONDS and done < total:
+            return
+        self._progress_at = now
+        rate = self._rate.per_second()
+        eta = (total - done) / rate if rate else None
+        self._emit("progress", done=done, total=total, unit=unit, rate=rate, eta=eta, **extra)
+        percent = 100.0 * done / total if total else 100.0
+        words = [f"{percent:5.1f} %", f"{done:g}/{total:g} {unit}"]
+        if rate:
+            words.append(f"{rate:,.1f} {unit}/s")
+        if eta is not None and done < total:
+            words.append(f"ETA {eta:.0f} s")
+        words += [f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in extra.items()]
+        log(f"{self.name}: " + "  ".join(words))
+
+    def metric(self, name: str, value: float, **extra: Any) -> None:
+        """One measured number, e.g. a loss at a step."""
+        self._emit("metric", name=name, value=value, **extra)
+
+    def fact(self, key: str, value: Any, unit: str | None = None) -> None:
+        """A keyed value for the book, e.g. `target.layers`."""
+        self._emit("fact", key=key, value=value, unit=unit)
+
+    def warn(self, check: str, text: str) -> None:
+        """Something that a person should look at; the stage goes on."""
+        self._emit("warning", check=check, message=text)
+        log(f"{self.name}: warning [{check}] {text}")
+
+    def artifact(self, name: str, path: Path, **meta: Any) -> None:
+        """Name a file (or a folder of files) that this stage made; its digest goes into the manifest."""
+        digest, size = digest_path(path)
+        self.artifacts[name] = {"path": str(path), "sha256": digest, "bytes": size, **meta}
+        self._emit("artifact", name=name, path=str(path), sha256=digest, bytes=size, **meta)
+
+    def refuse(self, id: str, text: str) -> NoReturn:
+        raise Refused(id, text)
+
+    def _emit(self, kind: str, **fields: Any) -> None:
+        if self.events is None:
+            return
+        line = json.dumps({"kind": kind, "t": time.time(), **clean(fields)}, ensure_ascii=False) + "\n"
+        # One write call on an O_APPEND descriptor: a reader never sees half a line followed by another.
+        fd = os.open(self.events, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            os.write(fd, line.encode())
+        finally:
+            os.close(fd)
+
+
+class _Rate:
+    """Units a second over about the last half minute: recent speed, not the average since a resume."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, float]] = []
+
+    def note(self, now: float, done: float) -> None:
+        self.seen.append((now, done))
+        while len(self.seen) > 2 and now - self.seen[0][0] > 30:
+            self.seen.pop(0)
+
+    def per_second(self) -> float | None:
+        (t0, d0), (t1, d1) = self.seen[0], self.seen[-1]
+        return (d1 - d0) / (t1 - t0) if t1 > t0 and d1 > d0 else None
+
+
+def main(run: Callable[[Stage], dict[str, Any]]) -> NoReturn:
+    """Entry point of every stage module: reads the spec, runs, writes the manifest, exits."""
+    parser = argparse.ArgumentParser(description=(sys.modules["__main__"].__doc__ or "").strip().split("\n")[0])
+    parser.add_argument("--spec", type=Path, required=True, help="the stage's spec.json")
+    spec = json.loads(parser.parse_args().spec.read_text())
+    signal.signal(signal.SIGTERM, _terminate)
+    sys.exit(execute(spec, run))
+
+
+def execute(spec: dict[str, Any], run: Callable[[Stage], dict[str, Any]]) -> int:
+    """Run a stage from its spec in this process. Returns the exit code."""
+    stage = Stage(spec)
+    try:
+        try:
+            result = _run_once(stage, spec, run)
+        except OSError as error:
+            # ENOSPC and its kin are facts about the machine, not faults of the stage.
+            if error.errno not in {28, 30, 122, 13}:
+                raise
+            raise Refused("stage.disk", f"cannot write: {error.strerror}: {error.filename or stage.out}") from error
+    except Refused as refusal:
+        stage._emit("error", id=refusal.id, message=str(refusal))
+        log(f"{stage.name}: refused [{refusal.id}] {refusal}")
+        return REFUSED
+    except Terminated:
+        stage._emit("error", id="stage.terminated", message="ended by SIGTERM; start it again to continue")
+        log(f"{stage.name}: ended by SIGTERM")
+        return TERMINATED
+    except Exception as error:
+        stage._emit("error", id="stage.failed", message=f"{type(error).__name__}: {error}")
+        traceback.print_exc()
+        return FAILED
+    stage._emit("result", result=result)
+    return 0
+
+
+def _run_once(stage: Stage, spec: dict[str, Any], run: Callable[[Stage], dict[str, Any]]) -> dict[str, Any]:
+    stage.out.mkdir(parents=True, exist_ok=True)
+    for name, path in stage.inputs.items():
+        if not path.exists():
+            raise Refused("stage.input-missing", f"input {name!r} is not there: {path}")
+    inputs = {name: {"path": str(path), "sha256": digest_input(path)} for name, path in stage.inputs.items()}
+    identity = {
+        "stage": stage.name,
+        "inputs": {name: value["sha256"] for name, value in inputs.items()},
+        "settings": stage.settings,
+    }
+    key = digest_json(identity)
+    begun = read_json(stage.out / "begun.json")
+    if begun is not None and begun["key"] != key:
+        changed = ", ".join(changed_fields(begun["identity"], identity)) or "the configuration"
+        raise Refused(
+            "stage.changed",
+            f"{stage.out} belongs to another configuration ({changed} changed); move it away or choose another workdir",
+        )
+    done = read_json(stage.out / "manifest.json")
+    if done is not None and done.get("complete") and begun is not None:
+        log(f"{stage.name}: already done, nothing to do")
+        result: dict[str, Any] = done["result"]
+        return result
+    if begun is None:
+        write_json(stage.out / "begun.json", {"key": key, "identity": identity, "started": time.time()})
+    started = time.time()
+    result = clean(run(stage))
+    _check_rows(stage, result.get("rows"))
+    write_json(
+        stage.out / "manifest.json",
+        {
+            "schema": MANIFEST_SCHEMA,
+            "stage": stage.name,
+            "key": key,
+            "inputs": inputs,
+            "settings": stage.settings,
+            "code": code_digest(),
+            "result": result,
+            "artifacts": stage.artifacts,
+            "started": started,
+            "ended": time.time(),
+            "complete": True,
+        },
+    )
+    return result
+
+
+def _check_rows(stage: Stage, rows: dict[str, int] | None) -> None:
+    if rows is not None and rows["in"] != rows["out"] + rows["errors"] + rows["skipped"]:
+        raise RuntimeError(f"{stage.name} lost rows: {rows}; in must equal out + errors + skipped")
+
+
+def _terminate(signum: int, frame: Any) -> NoReturn:
+    raise Terminated
+
+
+def log(text: str) -> None:
+    """One line of talk, flushed: the log is followed from another machine."""
+    print(text, flush=True)
+
+
+# --- digests -------------------------------------------------------------------------------------------------------
+
+
+def digest_json(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def digest_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() if sys.version_info >= (3, 11) else _digest_stream(file)
+
+
+def _digest_stream(file: Any) -> str:
+    sha = hashlib.sha256()
+    while block := file.read(1 << 20):
+        sha.update(block)
+    return sha.hexdigest()
+
+
+def digest_path(path: Path) -> tuple[str, int]:
+    """(sha256, bytes) of a file, or of a folder: the digest of its files' relative names and digests."""
+    if path.is_file():
+        return digest_file(path), path.stat().st_size
+    files = sorted(p for p in path.rglob("*") if p.is_file())
+    return (
+        digest_json([[str(p.relative_to(path)), digest_file(p)] for p in files]),
+        sum(p.stat().st_size for p in files),
+    )
+
+
+def digest_input(path: Path) -> str:
+    """The digest of an input. A finished stage's artifact has one in the manifest beside it: no need to read it again."""
+    for folder in (path, path.parent):
+        manifest = read_json(folder / "manifest.json")
+        if manifest is None or not manifest.get("complete"):
+            continue
+        for artifact in manifest["artifacts"].values():
+            if Path(artifact["path"]).name == path.name and _same_size(path, artifact["bytes"]):
+                digest: str = artifact["sha256"]
+                return digest
+        if folder == path:
+            return digest_json({name: a["sha256"] for name, a in sorted(manifest["artifacts"].items())})
+    return digest_path(path)[0]
+
+
+def _same_size(path: Path, size: int) -> bool:
+    # The manifest's word counts only while the file is as long as it says.
+    if path.is_file():
+        return path.stat().st_size == size
+    return sum(p.stat().st_size for p in path.rglob("*") if p.is_file()) == size
+
+
+def code_digest() -> dict[str, str]:
+    """Digests of the pipeline sources that this process has loaded: what really ran."""
+    out = {}
+    for name, module in sorted(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if name.startswith("pipeline") and file and Path(file).is_file():
+            out[name] = digest_file(Path(file))
+    main_file = getattr(sys.modules["__main__"], "__file__", None)
+    if main_file and Path(main_file).is_file():
+        out["__main__"] = digest_file(Path(main_file))
+    return out
+
+
+def changed_fields(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    """Dotted names of what differs between two nested dictionaries."""
+    out: list[str] = []
+    for name in sorted(set(old) | set(new)):
+        a, b = old.get(name), new.get(name)
+        if isinstance(a, dict) and isinstance(b, dict):
+            out += changed_fields(a, b, f"{prefix}{name}.")
+        elif a != b:
+            out.append(f"{prefix}{name}")
+    return out
+
+
+# --- files ---------------------------------------------------------------------------------------------------------
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Replace a file so that a reader, or a machine that loses power, sees the old one or the new one, whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_bytes(path, (json.dumps(clean(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The parsed file, or None where there is none."""
+    try:
+        value: dict[str, Any] = json.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return value
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open() as file:
+        for line in file:
+            if line.strip():
+                yield json.loads(line)
+
+
+def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> int:
+    """Write all rows at once, atomically. Returns how many."""
+    lines = [json.dumps(clean(row), ensure_ascii=False) + "\n" for row in rows]
+    write_bytes(path, "".join(lines).encode())
+    return len(lines)
+
+
+class JsonlAppender:
+    """Rows appended one by one, durable when `append` returns, with a torn last line cut off on opening.
+
+    `done` holds the ids found: a resumed stage asks it what need not be done again.
+    """
+
+    def __init__(self, path: Path, id_field: str = "id") -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path, self.id_field = path, id_field
+        data = path.read_bytes() if path.exists() else b""
+        whole = data[: data.rfind(b"\n") + 1]
+        if len(whole) != len(data):
+            # Killed in the middle of a write: that row was never acknowledged, it will be made again.
+            os.truncate(path, len(whole))
+        self.rows = [json.loads(line) for line in whole.splitlines() if line.strip()]
+        self.done = {row[id_field] for row in self.rows}
+        self._file = path.open("ab")
+
+    def append(self, *rows: dict[str, Any]) -> None:
+        for row in rows:
+            self._file.write((json.dumps(clean(row), ensure_ascii=False) + "\n").encode())
+            self.rows.append(row)
+            self.done.add(row[self.id_field])
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def clean(value: Any) -> Any:
+    """JSON has no NaN or infinity: they become {"special": "nan"} and so on, never a number and never null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"special": str(value)}
+    if isinstance(value, dict):
+        return {str(k): clean(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [clean(v) for v in value]
+    if isinstance(value, Path):
+        return str(value)
+    return value

@@ -1,0 +1,141 @@
+"""A stage's promises: resume, refusal of a changed configuration, row accounting, whole lines, clean endings."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.stages import protocol
+from pipeline.stages.protocol import JsonlAppender, Stage, execute, read_json, read_jsonl
+
+
+def spec(tmp_path: Path, **settings: object) -> dict[str, Any]:
+    source = tmp_path / "in.txt"
+    if not source.exists():
+        source.write_text("one\n")
+    return {
+        "stage": "toy",
+        "out": str(tmp_path / "out"),
+        "inputs": {"text": str(source)},
+        "settings": settings,
+        "events": str(tmp_path / "events.jsonl"),
+    }
+
+
+def events(tmp_path: Path) -> list[dict[str, Any]]:
+    return list(read_jsonl(tmp_path / "events.jsonl"))
+
+
+def test_done_is_not_done_again(tmp_path: Path) -> None:
+    calls = []
+
+    def run(stage: Stage) -> dict[str, object]:
+        calls.append(1)
+        (stage.out / "a.txt").write_text("a")
+        stage.artifact("a", stage.out / "a.txt")
+        return {"n": 3}
+
+    assert execute(spec(tmp_path, x=1), run) == 0
+    assert execute(spec(tmp_path, x=1), run) == 0
+    assert len(calls) == 1
+    manifest = read_json(tmp_path / "out" / "manifest.json")
+    assert manifest and manifest["complete"] and manifest["result"] == {"n": 3}
+    assert manifest["artifacts"]["a"]["sha256"] == "ca978112ca1bbdcafac231b39a23dc4da786eff8147c4e72b9807785afee48bb"
+    assert [e["result"] for e in events(tmp_path) if e["kind"] == "result"] == [{"n": 3}, {"n": 3}]
+
+
+@pytest.mark.parametrize("change", ["settings", "input"])
+def test_changed_configuration_is_refused_by_name(tmp_path: Path, change: str) -> None:
+    execute(spec(tmp_path, x=1), lambda stage: {})
+    if change == "settings":
+        second = spec(tmp_path, x=2)
+    else:
+        second = spec(tmp_path, x=1)
+        (tmp_path / "in.txt").write_text("two\n")
+    assert execute(second, lambda stage: {}) == protocol.REFUSED
+    error = events(tmp_path)[-1]
+    assert error["id"] == "stage.changed"
+    assert ("settings.x" if change == "settings" else "inputs.text") in str(error["message"])
+
+
+def test_lost_rows_fail(tmp_path: Path) -> None:
+    rows = {"in": 3, "out": 1, "errors": 1, "skipped": 0}
+    assert execute(spec(tmp_path), lambda stage: {"rows": rows}) == protocol.FAILED
+    assert read_json(tmp_path / "out" / "manifest.json") is None
+
+
+def test_missing_input_is_a_sentence(tmp_path: Path) -> None:
+    bad = spec(tmp_path)
+    (tmp_path / "in.txt").unlink()
+    assert execute(bad, lambda stage: {}) == protocol.REFUSED
+    assert events(tmp_path)[-1]["id"] == "stage.input-missing"
+
+
+def test_full_disk_is_a_sentence(tmp_path: Path) -> None:
+    def run(stage: Stage) -> dict[str, object]:
+        raise OSError(28, "No space left on device", str(stage.out / "big"))
+
+    assert execute(spec(tmp_path), run) == protocol.REFUSED
+    assert events(tmp_path)[-1]["id"] == "stage.disk"
+
+
+def test_nan_is_kept_as_nan(tmp_path: Path) -> None:
+    def run(stage: Stage) -> dict[str, object]:
+        stage.metric("loss", float("nan"))
+        return {"loss": float("inf")}
+
+    assert execute(spec(tmp_path), run) == 0
+    assert events(tmp_path)[0]["value"] == {"special": "nan"}
+    assert events(tmp_path)[-1]["result"] == {"loss": {"special": "inf"}}
+
+
+@pytest.mark.parametrize("tail", [b'{"id": "c", "x"', b"\xff\xfe", b'{"id": "c"}'])
+def test_torn_tail_is_cut_and_the_next_row_is_whole(tmp_path: Path, tail: bytes) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"id": "a"}\n{"id": "b"}\n' + tail)
+    rows = JsonlAppender(path)
+    assert rows.done == {"a", "b"}
+    rows.append({"id": "c", "x": 1})
+    rows.close()
+    assert [row["id"] for row in read_jsonl(path)] == ["a", "b", "c"]
+
+
+SLOW = """
+import sys, time
+from pipeline.stages.protocol import JsonlAppender, main
+def run(stage):
+    rows = JsonlAppender(stage.out / "rows.jsonl")
+    for i in range(40):
+        if i not in rows.done:
+            time.sleep(0.01)
+            rows.append({"id": i})
+    return {"rows": {"in": 40, "out": len(rows.rows), "errors": 0, "skipped": 0}}
+main(run)
+"""
+
+
+def test_killed_anywhere_it_continues(tmp_path: Path) -> None:
+    program = tmp_path / "slow.py"
+    program.write_text(SLOW)
+    (tmp_path / "spec.json").write_text(json.dumps(spec(tmp_path)))
+    repository = str(Path(__file__).parents[1])
+    command = [sys.executable, str(program), "--spec", str(tmp_path / "spec.json")]
+    rows = tmp_path / "out" / "rows.jsonl"
+    for kill in (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
+        before = rows.stat().st_size if rows.exists() else 0
+        process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": repository}, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 60
+        while not (rows.exists() and rows.stat().st_size > before + 20):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.001)
+        process.send_signal(kill)
+        assert process.wait(60) == (143 if kill == signal.SIGTERM else -9)
+        assert read_json(tmp_path / "out" / "manifest.json") is None
+    assert subprocess.run(command, env={**os.environ, "PYTHONPATH": repository}).returncode == 0
+    assert [row["id"] for row in read_jsonl(rows)] == list(range(40))
