@@ -1,0 +1,352 @@
+"""Links: one per host, shared by everybody who works on that host.
+
+    async with Rig(project) as rig:
+        link = await rig.link("llm")
+        result = await link.run(["nvidia-smi", "-L"])
+
+A link is the same on every route; only `_open` differs. What an SSH library makes easy to get wrong is settled
+here once: bytes everywhere, keepalive on, strict host keys, a limited number of sessions on one connection, and
+an end that nobody reported is `unknown`, never success.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, Self
+
+from remote import shell
+from remote.result import Result
+from state.errors import UNREACHABLE, USAGE, RigbookError
+
+if TYPE_CHECKING:
+    from remote.probe.client import Probe
+    from state.project import Host, Project
+
+__all__ = ["Channel", "Link", "LocalLink", "Result", "Rig"]
+
+Feed = bytes | AsyncIterator[bytes]
+Sink = Callable[[bytes], None]
+CHUNK = 256 * 1024
+ENDING = 3.0  # s that we wait for a command to end after we asked it to
+
+
+class Lost(Exception):
+    """The channel broke: nobody will tell us how the command ended."""
+
+
+class Channel(Protocol):
+    """A command that runs on the far side. Reads raise Lost, never give a short answer as if it were all."""
+
+    async def write(self, data: bytes) -> None: ...
+    async def eof(self) -> None: ...
+    async def read(self) -> bytes: ...
+    async def read_error(self) -> bytes: ...
+    async def end(self) -> tuple[int | None, str | None]: ...
+    def signal(self, name: str) -> None: ...
+    async def close(self) -> None: ...
+
+
+class Link(ABC):
+    """A host that we can run commands on."""
+
+    def __init__(self, name: str, host: Host) -> None:
+        self.name = name
+        self.host = host
+        self._python: str | None = None
+        self._probe: Probe | None = None
+        self._probe_lock = asyncio.Lock()
+
+    @abstractmethod
+    def _open(self, command: str) -> contextlib.AbstractAsyncContextManager[Channel]:
+        """Start `command` in the login shell. Lost when the link is gone, RigbookError when it cannot be made."""
+
+    async def aclose(self) -> None:
+        if self._probe is not None:
+            await self._probe.close()
+            self._probe = None
+
+    @contextlib.asynccontextmanager
+    async def open(
+        self,
+        argv: Sequence[str] | None = None,
+        *,
+        script: str | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+    ) -> AsyncIterator[tuple[Channel, shell.Marker]]:
+        """A channel for a conversation; the caller feeds what it reads through the marker."""
+        line = shell.program(argv, script=script, env=env, cwd=cwd)
+        command, marker = shell.opening()
+        async with self._open(command) as channel:
+            await channel.write(line)
+            yield channel, shell.Marker(marker)
+
+    async def run(
+        self,
+        argv: Sequence[str] | None = None,
+        *,
+        script: str | None = None,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        timeout: float | None = None,
+    ) -> Result:
+        """Run one command (or one sh script) to its end. `timeout` (seconds) stops it on the far side too."""
+        out, err = bytearray(), bytearray()
+        result = await self.stream(
+            argv, script=script, feed=stdin, out=out.extend, err=err.extend, env=env, cwd=cwd, timeout=timeout
+        )
+        return Result(
+            result.state, result.exit, result.signal, bytes(out), bytes(err) or result.stderr, result.reason, self.name
+        )
+
+    async def stream(
+        self,
+        argv: Sequence[str] | None = None,
+        *,
+        script: str | None = None,
+        feed: Feed = b"",
+        out: Sink,
+        err: Sink,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        timeout: float | None = None,
+    ) -> Result:
+        """As `run`, but output goes to `out` and `err` while it comes and input may be an iterator."""
+        line = shell.program(argv, script=script, env=env, cwd=cwd, timeout=timeout)
+        command, marker_line = shell.opening()
+        markers = shell.Marker(marker_line), shell.Marker(marker_line)
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        try:
+            async with self._open(command) as channel:
+                work = asyncio.gather(
+                    _feed(channel, line, feed),
+                    _drain(channel.read, markers[0], out),
+                    _drain(channel.read_error, markers[1], err),
+                )
+                try:
+                    # The far side's own deadline comes first; ours is for a far side that has stopped answering.
+                    await asyncio.wait_for(work, None if timeout is None else timeout + ENDING)
+                    code, signal_name = await asyncio.wait_for(channel.end(), None if timeout is None else ENDING)
+                except TimeoutError:
+                    for name in ("TERM", "KILL"):
+                        with contextlib.suppress(Exception):
+                            channel.signal(name)
+                    return Result("timeout", reason=f"still running after its {timeout:g} s", host=self.name)
+                except asyncio.CancelledError:
+                    # Closing a channel stops nothing on the far side unless there is a terminal: say it.
+                    with contextlib.suppress(Exception):
+                        channel.signal("TERM")
+                    raise
+        except Lost as error:
+            return Result("unknown", reason=f"the link was lost: {error}", host=self.name)
+        if code is None and signal_name is None:
+            return Result("unknown", reason="the link was lost before the command's end was reported", host=self.name)
+        if not markers[0].seen:
+            noise = (markers[0].noise + markers[1].noise).decode("utf-8", "replace").strip()[:300]
+            raise RigbookError(
+                "host.no-shell",
+                f"the login shell ended (code {code}) before our command began: {noise or 'it printed nothing'}",
+                host=self.name,
+                hint="Can this user run commands? `ssh HOST true` should print nothing and succeed.",
+                exit_code=UNREACHABLE,
+            )
+        if timeout is not None and clock() - started >= timeout and (code in (124, 137) or signal_name == "KILL"):
+            return Result("timeout", reason=f"stopped after its {timeout:g} s", host=self.name)
+        if signal_name is not None:
+            return Result("signaled", None, signal_name, host=self.name)
+        return Result("exited", code, host=self.name)
+
+    async def python(self) -> str:
+        """The far side's Python >= 3.9, as an absolute path."""
+        if self._python is None:
+            found = await self.run(script=shell.FIND_PYTHON, timeout=20)
+            if found.state == "exited" and found.exit == 127:
+                raise RigbookError(
+                    "host.no-python", "there is no Python 3.9 or newer", host=self.name, hint="apt install python3"
+                )
+            self._python = found.check("looking for python3").text()
+        return self._python
+
+    async def state_dir(self) -> str:
+        """The absolute path of this host's state directory."""
+        configured = self.host.state_dir
+        if not configured.startswith("~"):
+            return configured
+        found = await self.run(script=f"printf %s {shell.path(configured)}", timeout=20)
+        return found.check("asking for HOME").stdout.decode("utf-8", "surrogateescape")
+
+    async def open_probe(self) -> Probe:
+        """A probe of one's own; the caller closes it."""
+        from remote.probe import client
+
+        return await client.start(self)
+
+    async def probe(self) -> Probe:
+        """The probe that everybody on this link shares; started when needed, and again when it was lost."""
+        async with self._probe_lock:
+            if self._probe is None or self._probe.closed:
+                self._probe = await self.open_probe()
+            return self._probe
+
+    # Files: see remote/files.py for what each promises.
+    async def write(self, remote: str, data: bytes, mode: int = 0o600) -> None:
+        from remote import files
+
+        await files.write(self, remote, data, mode)
+
+    async def read(self, remote: str, offset: int = 0, limit: int | None = None) -> bytes:
+        from remote import files
+
+        return await files.read(self, remote, offset, limit)
+
+    async def put(self, local: Path, remote: str, mode: int | None = None) -> None:
+        from remote import files
+
+        await files.put(self, local, remote, mode)
+
+    async def get(self, remote: str, local: Path) -> None:
+        from remote import files
+
+        await files.get(self, remote, local)
+
+    async def put_tree(self, tree: Mapping[str, bytes | Path], remote_dir: str) -> None:
+        from remote import files
+
+        await files.put_tree(self, tree, remote_dir)
+
+
+async def _feed(channel: Channel, line: bytes, feed: Feed) -> None:
+    try:
+        await channel.write(line)
+        if isinstance(feed, bytes):
+            for at in range(0, len(feed), CHUNK):
+                await channel.write(feed[at : at + CHUNK])
+        else:
+            async for chunk in feed:
+                await channel.write(chunk)
+        await channel.eof()
+    except BrokenPipeError:
+        return  # it ended without reading its input, as `true` does; its exit code tells
+
+
+async def _drain(read: Callable[[], object], marker: shell.Marker, sink: Sink) -> None:
+    while True:
+        data = await read()  # type: ignore[misc]
+        if not data:
+            return
+        own = marker.feed(data)
+        if own:
+            sink(own)
+
+
+class LocalChannel:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin and process.stdout and process.stderr
+        self._process = process
+        self._in, self._out, self._err = process.stdin, process.stdout, process.stderr
+
+    async def write(self, data: bytes) -> None:
+        try:
+            self._in.write(data)
+            await self._in.drain()
+        except ConnectionResetError as error:
+            raise BrokenPipeError(str(error)) from error
+
+    async def eof(self) -> None:
+        self._in.close()
+
+    async def read(self) -> bytes:
+        return await self._out.read(CHUNK)
+
+    async def read_error(self) -> bytes:
+        return await self._err.read(CHUNK)
+
+    async def end(self) -> tuple[int | None, str | None]:
+        code = await self._process.wait()
+        if code < 0:
+            return None, signal.Signals(-code).name.removeprefix("SIG")
+        return code, None
+
+    def signal(self, name: str) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, getattr(signal, f"SIG{name}"))
+
+    async def close(self) -> None:
+        self._in.close()
+
+
+class LocalLink(Link):
+    """This machine, by subprocess: the same words over another wire."""
+
+    @contextlib.asynccontextmanager
+    async def _open(self, command: str) -> AsyncIterator[Channel]:
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            "/bin/sh", "-c", command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+        )
+        channel = LocalChannel(process)
+        try:
+            yield channel
+        finally:
+            await channel.close()
+
+
+class Rig:
+    """The hosts of a project. Links are made when asked for and closed together."""
+
+    def __init__(self, project: Project) -> None:
+        self.project = project
+        self._links: dict[str, Link] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.gather(*(link.aclose() for link in self._links.values()), return_exceptions=True)
+        self._links.clear()
+
+    async def link(self, name: str) -> Link:
+        """The link to a host of the project. Raises host.* when it cannot be reached now."""
+        link = self._links.get(name)
+        if link is None:
+            link = self._links[name] = self._make(name)
+        if not isinstance(link, LocalLink):
+            await link.ready()  # type: ignore[attr-defined]
+        return link
+
+    def _make(self, name: str) -> Link:
+        host = self.project.hosts.get(name)
+        if host is None:
+            known = ", ".join(self.project.hosts) or "none"
+            raise RigbookError(
+                "host.not-declared", f"no host {name!r} in rigbook.toml (there are: {known})", exit_code=USAGE
+            )
+        if host.kind == "local":
+            return LocalLink(name, host)
+        if host.ssh is None:
+            raise RigbookError(
+                "host.no-route",
+                f"no way to reach it: `hosts.{name}.ssh` is not set",
+                host=name,
+                hint='Set ssh = "user@address" or an alias of your ssh config.',
+                exit_code=USAGE,
+            )
+        from remote.ssh import SSHLink
+
+        root = self.project.root
+        config = self.project.project.ssh_config
+        return SSHLink(name, host, config=root / config if config else None, pins=root / ".rigbook" / "known_hosts")
+
+
+def backoff(attempt: int) -> float:
+    """Seconds before try number `attempt` (from 1): full jitter, so that many clients do not knock together."""
+    return random.uniform(0.05, min(4.0, 0.25 * 2**attempt))

@@ -1,0 +1,41 @@
+"""What the error ids of this room mean and what to do: `rigbook explain ID`."""
+
+from __future__ import annotations
+
+EXPLAIN: dict[str, str] = {
+    "demo.host-not-started": "A played host of the demo ended at once. Its host.log in the demo's folder says why; a "
+    "full disk and a folder on a file system without locks are the usual reasons.",
+    "file.denied": "The far side refused the file. Nothing was changed. Look at the owner and mode of its directory.",
+    "file.is-directory": "The name is a directory on the far side; name the file in it.",
+    "file.no-space": "The far disk is full. The file keeps what it held before; nothing half-written has its name.",
+    "file.not-directory": "A part of the path is a file.",
+    "file.not-found": "There is no such file, or its directory is missing.",
+    "file.quota": "The user's disk quota on the far side is used up. The file keeps what it held before.",
+    "file.read-only": "The file system is mounted read-only; after an I/O error kernels do that by themselves.",
+    "file.short": "The copy ended early. Nothing was put in place; try again.",
+    "file.bad-name": "A name in an archive would lead out of the directory it is for. Nothing was sent.",
+    "host.bad-address": "`ssh` of a host is an alias from the ssh config, user@host, or user@host:port.",
+    "host.key-changed": "The machine shows another host key than the one on file. After a reinstallation that is "
+    "expected: compare the fingerprint on the machine's console (ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub), "
+    "then remove the old one with the ssh-keygen -R line that the error gives. Otherwise somebody may be in between.",
+    "host.key-revoked": "known_hosts marks this key with @revoked. rigbook does not talk to it.",
+    "host.key-unknown": "No known_hosts file holds a key for this machine. rigbook never trusts a key because it is "
+    "the first: compare the fingerprint on the console, then log in once with ssh, which stores it.",
+    "host.login-refused": "The machine answers but does not let this user in: wrong user, or no key of yours is in "
+    "its authorized_keys, or the key is locked and no agent holds it. `ssh HOST true` shows the same.",
+    "host.no-config": "The file that project.ssh_config names is not there. Paths are relative to rigbook.toml.",
+    "host.no-python": "Jobs and probes need Python 3.9 or newer on the host, with its standard library only.",
+    "host.no-route": "The host has no `ssh`. Give it an address or an alias.",
+    "host.no-session": "sshd accepts the connection but opens no session on it: look at MaxSessions and its log.",
+    "host.no-shell": "The login shell ended before our command began. Often an account without a shell, or a start-up "
+    "file that calls exit or exec.",
+    "host.not-declared": "The command names a host that rigbook.toml does not have.",
+    "host.unknown": "The link was lost while a command ran, so nobody here knows how it ended. It was not repeated.",
+    "host.unreachable": "No connection came about: machine off, wrong address, firewall, or a broken jump host. "
+    "Unreachable says nothing about the jobs there: they go on.",
+    "remote.failed": "A command on the host failed; its last line of error output is quoted.",
+    "remote.timeout": "A command ran past its deadline and was stopped on the far side too.",
+    "shell.bad-variable": "Names of environment variables are letters, digits and underscores.",
+    "shell.no-command": "Nothing to run was given: rigbook exec HOST -- COMMAND ARGUMENTS.",
+    "shell.nul-byte": "No program can receive a NUL byte in an argument. Send it on stdin.",
+}

@@ -1,0 +1,137 @@
+"""A remote command ends the way it ended: its code, its signal, its bytes; and an end nobody saw is unknown."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from remote.connect import Rig
+from remote.result import Result
+from state.errors import RigbookError
+from state.project import Project, loads
+from tests.lab import rigs
+
+
+@pytest.fixture(scope="module")
+def box() -> Iterator[rigs.Sshd]:
+    with rigs.sshd() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    with rigs.played(tmp_path_factory.mktemp("rig")) as project:
+        yield project
+
+
+@pytest.fixture(params=["played", "bash", "zsh", "local"])
+def where(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Project, str]:
+    """Every promise holds on every route."""
+    if request.param == "local":
+        return loads('[project]\nname = "lab"\n[hosts.here]\nkind = "local"\n', tmp_path), "here"
+    if request.param == "played":
+        return request.getfixturevalue("played"), "llm"
+    server = request.getfixturevalue("box")
+    user = f"rb{request.param}"
+    if user not in server.users:
+        if request.param == "zsh":
+            pytest.skip("making a zsh user needs root")
+        user = next(iter(server.users))
+    return server.project(user), "box"
+
+
+AWKWARD = ["a b", "", "*", "$HOME", "it's", '"', "new\nline", "\ttab", "é", "-n", "=ls", "!x", "\\n", "~", "\x88\x81"]
+
+
+async def test_arguments_arrive_exactly(where: tuple[Project, str]) -> None:
+    async with Rig(where[0]) as rig:
+        result = await (await rig.link(where[1])).run(["printf", "%s\\0", *AWKWARD])
+    assert result.ok and result.stderr == b""
+    assert result.stdout == b"".join(word.encode("utf-8", "surrogateescape") + b"\0" for word in AWKWARD)
+
+
+async def test_codes_signals_and_input(where: tuple[Project, str]) -> None:
+    async with Rig(where[0]) as rig:
+        link = await rig.link(where[1])
+        for code in (0, 1, 42, 124, 255):
+            result = await link.run(["sh", "-c", f"exit {code}"])
+            assert (result.state, result.exit, result.code) == ("exited", code, code)
+        killed = await link.run(["sh", "-c", "kill -KILL $$"])
+        assert (killed.state, killed.exit, killed.signal, killed.code) == ("signaled", None, "KILL", 137)
+        missing = await link.run(["no-such-command-here"])
+        assert missing.exit == 127
+        data = bytes(range(256)) * 4096
+        echoed = await link.run(["cat"], stdin=data)
+        assert echoed.stdout == data and echoed.stderr == b""
+        assert (await link.run(["true"], stdin=data)).ok, "a command may leave its input unread"
+
+
+async def test_environment_directory_and_both_outputs(where: tuple[Project, str], tmp_path: Path) -> None:
+    async with Rig(where[0]) as rig:
+        link = await rig.link(where[1])
+        value = "a 'b' \"c\" $d\ne"
+        result = await link.run(script='printf %s "$X"; pwd >&2; exit 3', env={"X": value}, cwd="/usr")
+        assert (result.stdout.decode(), result.stderr, result.exit) == (value, b"/usr\n", 3)
+        assert (await link.run(["pwd"], cwd="/no/such/place")).exit == 125
+
+
+async def test_a_deadline_stops_the_far_process(where: tuple[Project, str]) -> None:
+    async with Rig(where[0]) as rig:
+        link = await rig.link(where[1])
+        name = f"/dev/shm/rb-{os.urandom(4).hex()}"
+        script = f"echo $$ >{name}; exec sleep 1000"
+        result = await link.run(script=script, timeout=0.7)
+        assert result.state == "timeout" and result.code == 124
+        pid = int((await link.read(name)).decode())
+        os.unlink(name)
+        rigs.until(lambda: not Path(f"/proc/{pid}").exists())
+
+
+async def test_secrets_stay_out_of_argv(where: tuple[Project, str]) -> None:
+    async with Rig(where[0]) as rig:
+        link = await rig.link(where[1])
+        script = "tr '\\0' ' ' </proc/$PPID/cmdline; tr '\\0' ' ' </proc/$$/cmdline; printf %s \"$TOKEN\""
+        result = await link.run(script=script, env={"TOKEN": "hunter2"})
+        assert result.stdout.count(b"hunter2") == 1, result.stdout
+
+
+async def test_a_lost_link_is_unknown_and_the_next_command_works(box: rigs.Sshd) -> None:
+    async with Rig(box.project(next(iter(box.users)))) as rig:
+        link = await rig.link("box")
+        begun = asyncio.Event()
+        feed = link.stream(script="echo begun; sleep 30; exit 0", out=lambda _: begun.set(), err=lambda _: None)
+        work = asyncio.ensure_future(feed)
+        await begun.wait()
+        box.cut()
+        result = await work
+        assert (result.state, result.exit, result.code) == ("unknown", None, 255)
+        assert not result.ok
+        with pytest.raises(RigbookError) as caught:
+            result.check("the work")
+        assert caught.value.exit_code == 4
+        assert (await link.run(["echo", "back"])).stdout == b"back\n"
+
+
+async def test_more_commands_at_once_than_the_server_allows() -> None:
+    with rigs.sshd("MaxSessions 2\n") as server:
+        async with Rig(server.project(next(iter(server.users)))) as rig:
+            link = await rig.link("box")
+            results = await asyncio.gather(*(link.run(["sh", "-c", f"sleep 0.1; exit {n}"]) for n in range(24)))
+        assert [result.exit for result in results] == list(range(24))
+
+
+async def test_nobody_listens(tmp_path: Path) -> None:
+    (tmp_path / "ssh_config").write_text(f"Host gone\n  HostName 127.0.0.1\n  Port {rigs.free_port()}\n")
+    async with Rig(rigs.project(tmp_path, '[hosts.gone]\nkind = "linux"\nssh = "gone"\n')) as rig:
+        with pytest.raises(RigbookError) as caught:
+            await rig.link("gone")
+    assert (caught.value.id, caught.value.exit_code) == ("host.unreachable", 4)
+
+
+def test_unknown_is_never_a_success() -> None:
+    assert Result("unknown").code == 255 and not Result("unknown").ok
+    assert Result("signaled", signal="TERM").code == 143
