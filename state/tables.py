@@ -67,6 +67,9 @@ class Target(Table):
     name: str | None = Field(
         default=None, description="how servers and the book call it; default: the directory's name"
     )
+    package: str | None = Field(
+        default=None, description="a Python package that carries the model; left out: the directory must be there"
+    )
     special_tokens: dict[str, int] = Field(default={}, description="tokens whose ids must hold; preflight checks them")
 
 

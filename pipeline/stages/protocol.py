@@ -1,9 +1,9 @@
 """How a stage talks to the one that started it.  `python -m pipeline.stages.NAME --spec spec.json`
 
-spec.json     {"stage", "out", "inputs": {name: path}, "settings": {...}, "events": path or absent}
+spec.json     {"stage", "out", "inputs": {name: path}, "settings": {...}, "events": path; else beside the spec}
 out/          begun.json      written first: the key of the configuration that this folder belongs to
               manifest.json   written last: digests of inputs, settings, code, result, artifacts, `complete`
-events file   one JSON object a line: progress, metric, fact, artifact, warning, error, result (each with `t`, Unix seconds)
+events file   one JSON object a line: progress, metric, fact, artifact, warning, error, result, each with `t` (Unix s)
 
 A stage that is killed and started again with the same spec continues where it was; with another configuration it is
 refused, because a folder that mixes two configurations looks whole and is not. Standard library only: this ships.
@@ -129,7 +129,9 @@ def main(run: Callable[[Stage], dict[str, Any]]) -> NoReturn:
     """Entry point of every stage module: reads the spec, runs, writes the manifest, exits."""
     parser = argparse.ArgumentParser(description=(sys.modules["__main__"].__doc__ or "").strip().split("\n")[0])
     parser.add_argument("--spec", type=Path, required=True, help="the stage's spec.json")
-    spec = json.loads(parser.parse_args().spec.read_text())
+    path: Path = parser.parse_args().spec.absolute()
+    spec = json.loads(path.read_text())
+    spec.setdefault("events", str(path.parent / "events.jsonl"))  # beside the spec: in the job's folder
     signal.signal(signal.SIGTERM, _terminate)
     sys.exit(execute(spec, run))
 
@@ -255,7 +257,7 @@ def digest_path(path: Path) -> tuple[str, int]:
 
 
 def digest_input(path: Path) -> str:
-    """The digest of an input. A finished stage's artifact has one in the manifest beside it: no need to read it again."""
+    """The digest of an input, from the manifest beside it where a finished stage made it: it need not be read again."""
     for folder in (path, path.parent):
         manifest = read_json(folder / "manifest.json")
         if manifest is None or not manifest.get("complete"):

@@ -1,0 +1,251 @@
+"""The demo: the whole main job on this machine, over SSH, step by step, resumable at every point.
+
+Nothing here measures or decides: each step calls what the CLI calls on a real rig. A step that is done is found done
+(by its stage's manifest, its record in the journal, or its mark), so a demo that was interrupted anywhere goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from remote.inventory import probe_host
+from state.book import open_book
+from state.render import markdown
+
+from pipeline import bench, server
+from pipeline.demo_project import HOSTS, prepare, write
+from pipeline.recipe import BY_NAME, folder
+from pipeline.runs import Update, Work, open_work, settle_all
+from pipeline.stage_runner import read_json, run_module, run_stage
+from remote import cleanup, demo_rig, jobs
+from state import events
+from state.errors import USAGE, RigbookError
+
+PIPELINE_SECONDS = 12 * 60
+
+
+@dataclass
+class Demo:
+    """The demo under way: its work, and how long each step took (kept over interruptions)."""
+
+    root: Path
+    work: Work
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def note(self, step: str, kind: str, **data: Any) -> None:
+        self.work.report(Update("", step, kind, data))
+
+
+@dataclass(frozen=True)
+class Step:
+    name: str
+    title: str
+    run: Callable[[Demo], Awaitable[None]]
+    pipeline: bool = True  # whether its time counts as the pipeline's
+
+
+def stage_step(name: str) -> Step:
+    async def run(demo: Demo) -> None:
+        await run_stage(demo.work, BY_NAME[name])
+
+    return Step(name, BY_NAME[name].help, run)
+
+
+async def probe_and_target(demo: Demo) -> None:
+    """The model is unpacked by a job while the hosts are looked at: the first facts come at once."""
+    making = asyncio.create_task(make_target(demo))
+    try:
+        for name in demo.work.project.hosts:
+            link = await demo.work.rig.link(name)
+            found = await probe_host(link, demo.work.project)
+            demo.work.journal.append(*found)
+            for event in found:
+                if isinstance(event, events.FactObserved):
+                    demo.note("target", "observed", key=event.key, value=event.value, unit=event.unit)
+                elif isinstance(event, events.ProbeFailed):
+                    demo.note("target", "warning", check="probe", message=f"{event.host}: {event.reason}")
+    finally:
+        await making
+
+
+async def make_target(demo: Demo) -> None:
+    assert demo.work.project.target is not None
+    wanted = {
+        "stage": "target",
+        "out": folder(demo.work.project, "target"),
+        "inputs": {},
+        "settings": {"package": demo.work.project.target.package},
+    }
+    link = await demo.work.rig.link("llm")
+    if (manifest := await read_json(link, f"{wanted['out']}/manifest.json")) and manifest.get("complete"):
+        demo.note("target", "skipped", result=manifest["result"])
+        return
+    (await run_module(demo.work, "target", "target", wanted, what="stage")).check("target", "llm")
+
+
+async def serve_baseline(demo: Demo) -> None:
+    await server.start(demo.work, "baseline")
+
+
+async def stop_servers(demo: Demo) -> None:
+    for name in demo.work.project.profiles:
+        await server.stop(demo.work, name)
+
+
+async def lossless(demo: Demo) -> None:
+    """In fp32, where near-ties do not flip: the same tokens with and without speculation."""
+    project = demo.work.project
+    profile = project.profile("eagle3")
+    assert project.target is not None and profile.speculative is not None
+    wanted = {
+        "stage": "lossless",
+        "out": folder(project, "lossless"),
+        "inputs": {
+            "model": project.target.path,
+            "drafter": f"{folder(project, 'export')}/drafter",
+            "prompts": f"{folder(project, 'prompts')}/held_people.jsonl",
+        },
+        "settings": {"limit": 8, "max_tokens": 48, "steps": profile.speculative.steps},
+    }
+    link = await demo.work.rig.link("llm")
+    if (manifest := await read_json(link, f"{wanted['out']}/manifest.json")) and manifest.get("complete"):
+        demo.note("lossless", "skipped", result=manifest["result"])
+        return
+    (await run_module(demo.work, "lossless", "lossless", wanted, what="stage")).check("lossless", "llm")
+
+
+async def benchmark(demo: Demo) -> None:
+    if any(isinstance(r.event, events.BenchmarkRecorded) for r in demo.work.journal.records()):
+        demo.note("bench", "skipped")
+        return
+    for record in await bench.compare(demo.work, "baseline", "eagle3"):
+        verdict = record.verdict.text if record.verdict else "unknown"
+        demo.note("bench", "verdict", name=record.name, verdict=verdict, break_even=record.break_even)
+
+
+async def crash_and_clean(demo: Demo) -> None:
+    """A crash that leaves an orphan, and giving back what it holds, with a live server beside it left alone."""
+    if any(isinstance(r.event, events.PlanApplied) and r.event.verified for r in demo.work.journal.records()):
+        demo.note("clean", "skipped")
+        return
+    work = demo.work
+    await server.start(work, "baseline")
+    run = await server.start(work, "eagle3")
+    link = await work.rig.link("llm")
+    status = await jobs.status(link, run)
+    launchers = await _launchers(demo, status)
+    # As the kernel's out-of-memory killer would: no handler runs, nobody tidies up.
+    (await link.run(["kill", "-9", *map(str, launchers)])).check("killing the launcher")
+    demo.note("clean", "killed", pids=launchers, run=run)
+    deadline = time.monotonic() + 20
+    while (await jobs.status(link, run)).state == "running" and time.monotonic() < deadline:
+        await asyncio.sleep(0.2)
+    await settle_all(work)
+    plan = await cleanup.plan(link)
+    work.journal.append(cleanup.plan_event(plan))
+    for item in plan.items:
+        demo.note("clean", "plan", item=cleanup.describe(item))
+    outcome = await cleanup.apply(link, plan)
+    work.journal.append(cleanup.applied_event(plan, outcome))
+    demo.note("clean", "proof", verified=outcome.verified, text=outcome.describe())
+    code, _ = await server.http(work, "baseline", "/health")
+    demo.note("clean", "bystander", profile="baseline", health=code)
+    if not outcome.verified or code != 200:
+        raise RigbookError("demo.clean", f"the clean-up is not proved: {outcome.describe()}; baseline: {code}")
+
+
+async def _launchers(demo: Demo, status: jobs.JobStatus) -> list[int]:
+    """The job's supervisor and the engine's launcher: all that would have tidied up. Not the worker."""
+    raise NotImplementedError
+
+
+async def export(demo: Demo) -> None:
+    await stop_servers(demo)
+    book = open_book(demo.root)
+    write(demo.root / "STATE.md", markdown.render(book))
+
+
+STEPS: tuple[Step, ...] = (
+    Step("target", "look at the hosts, unpack the model", probe_and_target),
+    Step("serve", "serve the model with the reference engine", serve_baseline),
+    *(stage_step(name) for name in ("prompts", "generate", "held_self", "held_people")),
+    Step("release", "stop the server: its cores are needed", stop_servers),
+    *(stage_step(name) for name in ("tokenize", "mix", "vocab", "hidden", "train", "export", "audit", "predict")),
+    Step("lossless", "greedy output with and without speculation, in fp32", lossless),
+    Step("bench", "plain against speculative, interleaved", benchmark),
+    Step("clean", "a crash leaves an orphan; give back what it holds", crash_and_clean, pipeline=False),
+    Step("state", "write STATE.md", export, pipeline=False),
+)
+
+
+async def run(directory: Path, report: Callable[[Update], None], *, keep_going: bool = False) -> dict[str, Any]:
+    """Run the demo in `directory` to its end, or on from where it was. Returns the summary.
+
+    Raises RigbookError at the first step that fails, unless `keep_going`.
+    """
+    mark = prepare(directory)
+    root = directory.resolve()
+    report(Update("", "rig", "step", {"number": 0, "of": len(STEPS), "title": "three SSH servers on loopback"}))
+    hosts = await asyncio.to_thread(demo_rig.start, root / "hosts", HOSTS)
+    for name, host in hosts.items():
+        report(Update("", "rig", "host", {"host": name, **host}))
+    failures: dict[str, str] = {}
+    async with open_work(root, report) as work:
+        demo = Demo(root, work, dict(mark.get("seconds", {})))
+        _opened(work)
+        for number, step in enumerate(STEPS, 1):
+            demo.note(step.name, "step", number=number, of=len(STEPS), title=step.title)
+            began = time.monotonic()
+            try:
+                await step.run(demo)
+            except RigbookError as error:
+                if not keep_going:
+                    raise
+                failures[step.name] = str(error)
+                demo.note(step.name, "failed", message=str(error))
+            finally:
+                # Added up: a step that was interrupted and went on took both times together.
+                spent = time.monotonic() - began
+                demo.seconds[step.name] = demo.seconds.get(step.name, 0.0) + spent
+                write(root / ".rigbook" / "demo.json", json.dumps({**mark, "seconds": demo.seconds}, indent=1) + "\n")
+    return summary(root, demo.seconds, failures)
+
+
+def _opened(work: Work) -> None:
+    if not any(isinstance(r.event, events.ProjectOpened) for r in work.journal.records()):
+        info = work.project.project
+        work.journal.append(events.ProjectOpened(name=info.name, goal=info.goal, instructions=list(info.instructions)))
+
+
+async def stop(directory: Path) -> list[str]:
+    """Stop the demo's servers over SSH, then the played hosts. Returns what was stopped."""
+    root = directory.resolve()
+    if not (root / ".rigbook" / "demo.json").exists():
+        raise RigbookError("demo.none", f"no demo in {directory}", exit_code=USAGE)
+    stopped = []
+    if demo_rig.running(root / "hosts"):
+        async with open_work(root) as work:
+            for name in work.project.profiles:
+                if await server.stop(work, name):
+                    stopped.append(name)
+    return stopped + await asyncio.to_thread(demo_rig.stop, root / "hosts")
+
+
+def summary(root: Path, seconds: dict[str, float], failures: dict[str, str]) -> dict[str, Any]:
+    """Where everything is, how long each step took, and what the benchmarks said."""
+    counted = {step.name for step in STEPS if step.pipeline}
+    total = sum(spent for name, spent in seconds.items() if name in counted)
+    return {
+        "root": str(root),
+        "state": str(root / "STATE.md"),
+        "seconds": {name: round(spent, 1) for name, spent in seconds.items()},
+        "pipeline_seconds": round(total, 1),
+        "within_budget": total <= PIPELINE_SECONDS,
+        "failures": failures,
+    }

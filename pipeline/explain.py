@@ -1,0 +1,41 @@
+"""What the pipeline's error and check ids mean, for `rigbook explain ID`."""
+
+EXPLAIN: dict[str, str] = {
+    "demo.packages": "The demo runs a small real model with torch. `make demo` installs what it needs; by hand it is "
+    "pip install 'rigbook[demo]'. The rest of rigbook works without torch.",
+    "demo.other-project": "The folder holds a rigbook.toml that the demo did not write. The demo never touches it.",
+    "demo.not-empty": "The folder has files in it and no demo began there. The demo wants a folder of its own.",
+    "demo.not-a-folder": "The path given with --dir is a file.",
+    "demo.none": "The folder given with --dir holds no demo.",
+    "demo.folder": "The demo's folder could not be made; the message has the system's reason.",
+    "demo.disk": "Checked before anything is made: the sum of what the demo writes, against what is free.",
+    "demo.clean": "After a simulated crash, rigbook could not prove that port and memory are free again, or the live "
+    "server beside it stopped answering. `rigbook clean` shows what is still held.",
+    "pipeline.none": "rigbook.toml has no [pipeline] table: rigbook does not know where stages run.",
+    "pipeline.no-target": "rigbook.toml has no [target] table: there is no model to draft for.",
+    "stage.unknown": "There is no such stage; `rigbook run` lists them.",
+    "stage.changed": "The stage's folder was begun with other inputs or settings. A folder that mixes two "
+    "configurations looks whole and is not, so rigbook will not go on in it. Move the folder away, set the old "
+    "settings again, or choose another workdir.",
+    "stage.input-missing": "An input of the stage is not there: run the stage that makes it first.",
+    "stage.disk": "The stage could not write: the disk is full, read-only, over quota, or permission is missing. What "
+    "was written before is whole; start the stage again when there is room.",
+    "stage.failed": "The stage ended with an exception; its log has the traceback.",
+    "stage.terminated": "The stage was told to end and did. Start it again: it continues.",
+    "run.refused": "A stage refused to go on; its message says why. Nothing is broken.",
+    "run.failed": "A job ended with an error; `rigbook jobs logs RUN` shows its log.",
+    "run.lost": "A job ended without leaving a record: it was killed, or its host restarted. Start it again.",
+    "run.stopped": "Somebody stopped the job. Start it again: it continues.",
+    "run.not-ended": "The job still runs, or its host could not be asked.",
+    "run.unknown": "No run, or more than one, begins with these letters; `rigbook runs list` shows them.",
+    "serve.no-draft": "A profile that speculates needs a draft model; SGLang would load the target twice and crash.",
+    "serve.draft-tokens": "A chain (topk 1) of N steps verifies N + 1 tokens. SGLang changes another number silently, "
+    "and a benchmark would carry a number that never ran.",
+    "serve.changed": "The profile's server runs with a configuration that rigbook.toml no longer has. Stop it first.",
+    "serve.port-taken": "Somebody listens on the profile's port already. If it is dead work of ours, `rigbook clean`.",
+    "serve.failed": "The server ended before it was ready; its log says why.",
+    "serve.stuck": "The server said nothing new for minutes and does not answer. It was not killed: look at its log.",
+    "serve.not-freed": "The server was stopped, but something still holds its port. `rigbook clean` shows what.",
+    "serve.not-running": "The profile has no running server.",
+    "server.engine": "rigbook cannot start this engine yet.",
+}

@@ -1,0 +1,215 @@
+"""The stage graph as a table: what each stage reads, what it is told, and which server it needs.
+
+Pure: it turns a project into specs. `pipeline.runs` runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from state.errors import USAGE, RigbookError
+from state.project import Pipeline, Project
+
+
+@dataclass(frozen=True)
+class StageDef:
+    """One stage of the pipeline. Inputs name (folder, file) below the workdir; the target model is outside of it."""
+
+    name: str  # also its folder below the workdir
+    module: str  # pipeline.stages.MODULE
+    help: str
+    inputs: dict[str, tuple[str, str]] = field(default_factory=dict)
+    model: bool = False  # reads the target model, as input "model"
+    settings: Callable[[Project], dict[str, Any]] = lambda project: {}
+    server: Callable[[Pipeline], str] | None = None  # the profile that must answer while it runs
+
+
+def _base_url(project: Project) -> str:
+    pipeline = pipeline_of(project)
+    return f"http://127.0.0.1:{project.profile(pipeline.generate.profile).port}"
+
+
+def _prompts(project: Project) -> dict[str, Any]:
+    p = pipeline_of(project)
+    return {
+        **p.prompts.model_dump(),
+        "base_url": _base_url(project),
+        "concurrency": p.generate.concurrency,
+    }
+
+
+def _generate(project: Project) -> dict[str, Any]:
+    p = pipeline_of(project)
+    return {**p.generate.model_dump(exclude={"profile"}), "base_url": _base_url(project)}
+
+
+def _held(project: Project) -> dict[str, Any]:
+    p = pipeline_of(project)
+    return {**_generate(project), "temperature": 0.0, "max_tokens": p.bench.max_tokens}
+
+
+def _only(name: str) -> Callable[[Project], dict[str, Any]]:
+    def settings(project: Project) -> dict[str, Any]:
+        table: dict[str, Any] = getattr(pipeline_of(project), name).model_dump()
+        return table
+
+    return settings
+
+
+def _answers(pipeline: Pipeline) -> str:
+    return pipeline.generate.profile
+
+
+STAGES: tuple[StageDef, ...] = (
+    StageDef("prompts", "prompts", "prompts to train and measure on", model=True, settings=_prompts, server=_answers),
+    StageDef(
+        "generate",
+        "generate",
+        "the target's own responses",
+        {"prompts": ("prompts", "train.jsonl")},
+        settings=_generate,
+        server=_answers,
+    ),
+    StageDef(
+        "held_self",
+        "generate",
+        "greedy responses to held-out prompts that the model wrote",
+        {"prompts": ("prompts", "held_self.jsonl")},
+        settings=_held,
+        server=_answers,
+    ),
+    StageDef(
+        "held_people",
+        "generate",
+        "greedy responses to held-out prompts that people wrote",
+        {"prompts": ("prompts", "held_people.jsonl")},
+        settings=_held,
+        server=_answers,
+    ),
+    StageDef(
+        "tokenize",
+        "tokenize",
+        "token ids and loss mask",
+        {"rows": ("generate", "rows.jsonl")},
+        model=True,
+        settings=_only("tokenize"),
+    ),
+    StageDef(
+        "mix",
+        "mix",
+        "shuffle; drop what overlaps with the held-out prompts",
+        {
+            "rows": ("tokenize", "rows.jsonl"),
+            "held_self": ("held_self", "rows.jsonl"),
+            "held_people": ("held_people", "rows.jsonl"),
+        },
+        model=True,
+        settings=_only("mix"),
+    ),
+    StageDef(
+        "vocab",
+        "vocab",
+        "map between draft and target vocabulary",
+        {"rows": ("mix", "rows.jsonl")},
+        model=True,
+        settings=_only("vocab"),
+    ),
+    StageDef(
+        "hidden",
+        "hidden",
+        "hidden states of the target",
+        {"rows": ("mix", "rows.jsonl"), "vocab": ("vocab", "vocab.safetensors")},
+        model=True,
+        settings=_only("hidden"),
+    ),
+    StageDef(
+        "train",
+        "train",
+        "the drafter's training",
+        {"hidden": ("hidden", ""), "vocab": ("vocab", "vocab.safetensors")},
+        model=True,
+        settings=_only("train"),
+    ),
+    StageDef(
+        "export",
+        "export",
+        "the drafter in SGLang's layout",
+        {"checkpoint": ("train", "")},
+        model=True,
+    ),
+    StageDef(
+        "audit",
+        "audit",
+        "every tensor of the drafter against what the server expects",
+        {"drafter": ("export", "drafter"), "checkpoint": ("train", "")},
+        model=True,
+    ),
+    StageDef(
+        "predict",
+        "predict",
+        "accept length predicted offline on held-out responses",
+        {
+            "drafter": ("export", "drafter"),
+            "held_self": ("held_self", "rows.jsonl"),
+            "held_people": ("held_people", "rows.jsonl"),
+        },
+        model=True,
+        settings=_only("predict"),
+    ),
+)
+BY_NAME = {stage.name: stage for stage in STAGES}
+
+
+def pipeline_of(project: Project) -> Pipeline:
+    """The [pipeline] table. Raises RigbookError `pipeline.none` where the project has none."""
+    if project.pipeline is None:
+        raise RigbookError("pipeline.none", "rigbook.toml has no [pipeline] table", exit_code=USAGE)
+    if project.target is None:
+        raise RigbookError("pipeline.no-target", "rigbook.toml has no [target] table", exit_code=USAGE)
+    return project.pipeline
+
+
+def folder(project: Project, stage: str) -> str:
+    """The stage's artifact folder on the pipeline's host."""
+    return f"{pipeline_of(project).workdir.rstrip('/')}/{stage}"
+
+
+def spec(project: Project, stage: StageDef) -> dict[str, Any]:
+    """The spec.json of a stage, without `events` (the job's own folder, known when it is submitted)."""
+    inputs = {
+        name: f"{folder(project, source)}/{file}" if file else folder(project, source)
+        for name, (source, file) in stage.inputs.items()
+    }
+    if stage.model:
+        assert project.target is not None
+        inputs["model"] = project.target.path
+    return {
+        "stage": stage.name,
+        "out": folder(project, stage.name),
+        "inputs": inputs,
+        "settings": stage.settings(project),
+    }
+
+
+def select(names: list[str], from_: str | None = None, until: str | None = None) -> list[StageDef]:
+    """The stages asked for, in the graph's order. `all` and no name both mean every one."""
+    for name in [*names, *(n for n in (from_, until) if n)]:
+        if name != "all" and name not in BY_NAME:
+            from difflib import get_close_matches
+
+            near = get_close_matches(name, BY_NAME, 1)
+            raise RigbookError(
+                "stage.unknown",
+                f"no stage named {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
+                hint="stages: " + ", ".join(BY_NAME),
+                exit_code=USAGE,
+            )
+    order = [stage.name for stage in STAGES]
+    chosen = set(order) if not names or "all" in names else set(names)
+    if from_:
+        chosen &= set(order[order.index(from_) :])
+    if until:
+        chosen &= set(order[: order.index(until) + 1])
+    return [stage for stage in STAGES if stage.name in chosen]

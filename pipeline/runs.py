@@ -1,0 +1,313 @@
+"""Runs: a job on a host, mirrored while it works, written into the book exactly once when it ends.
+
+The job outlives us. Everything that the controller knows can be found again: the job's state on the host, its
+mirrored files under `.rigbook/runs/RUN/`, and the journal. So a controller that was killed anywhere starts again, finds
+the run that it had begun, goes on following it, and records what it says as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from remote.jobs import JobSpec, JobStatus
+
+from remote import jobs
+from remote.connect import Link, Rig
+from state import events
+from state.errors import REFUSED, UNREACHABLE, RigbookError
+from state.journal import Journal
+from state.project import Project, find
+
+POLL_SECONDS = 0.4
+STAGE_PACKAGES = ("pipeline/__init__.py", "pipeline/stages", "pipeline/eagle3")
+
+
+@dataclass(frozen=True)
+class Update:
+    """What a face may show while a run works: the job's own event lines, and our own words about it."""
+
+    run: str
+    name: str
+    kind: str  # progress, metric, fact, warning, error, result, artifact (the job's); started, attached, done, … (ours)
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Work:
+    """A project at work: its machines, its journal, and somebody who is told what happens."""
+
+    project: Project
+    rig: Rig
+    journal: Journal
+    report: Callable[[Update], None] = lambda update: None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended. `status` is one of done, failed, lost, stopped, skipped."""
+
+    run: str
+    status: str
+    exit: int | None
+    result: dict[str, Any]
+    seconds: float
+    error: str | None = None
+
+    def check(self, what: str, host: str | None = None) -> Outcome:
+        """Self where the run is done; otherwise raises RigbookError with the stage's own sentence."""
+        if self.status in {"done", "skipped"}:
+            return self
+        refused = self.exit == REFUSED
+        raise RigbookError(
+            "run.refused" if refused else f"run.{self.status}",
+            f"{what} {'was refused' if refused else 'ended as ' + self.status}: {self.error or 'it gave no reason'}",
+            host=host,
+            hint=f"its log: rigbook jobs logs {self.run}",
+            exit_code=REFUSED if refused else 1,
+        )
+
+
+def run_folder(project: Project, run: str) -> Path:
+    """Where a run's mirrored files lie, beside the project."""
+    return project.root / ".rigbook" / "runs" / run
+
+
+def job_key(value: Any) -> str:
+    """A short digest of what a job is to do: the same work has the same job ids, whoever starts it."""
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+async def run_job(
+    work: Work,
+    host: str,
+    *,
+    name: str,
+    what: str,
+    argv: list[str],
+    files: dict[str, bytes],
+    env: dict[str, str],
+    settings: dict[str, Any],
+    key: str,
+    again: bool = False,
+) -> Outcome:
+    """Run one job to its end and record it. Attaches to the job where an earlier controller started it.
+
+    `key` names the work; a job of that key that is running is followed, one that ended well and was not recorded yet
+    is recorded and counts. `again` starts a fresh attempt even where one has ended well.
+    """
+    link = await work.rig.link(host)
+    run, status = await _next_attempt(work, link, f"{name}-{key}", again)
+    if status is None or status.state == "absent":
+        work.journal.append(
+            events.RunStarted(run=run, what=what, name=name, host=host, job=run, key=key, settings=settings)
+        )
+        spec = JobSpec(id=run, name=name, argv=argv, files=files, env=env, packages=list(STAGE_PACKAGES), run=run)
+        await jobs.submit(link, spec)
+        work.report(Update(run, name, "started", {"host": host}))
+    else:
+        if run not in started_runs(work.journal):
+            work.journal.append(
+                events.RunStarted(run=run, what=what, name=name, host=host, job=run, key=key, settings=settings)
+            )
+        work.report(Update(run, name, "attached", {"host": host, "state": status.state}))
+    await follow(work, link, run, name)
+    return await settle(work, link, run, name)
+
+
+async def _next_attempt(work: Work, link: Link, stem: str, again: bool) -> tuple[str, JobStatus | None]:
+    """The run to look at: the one that works or has ended well without a record, else the first free number."""
+    known = {job.id: job for job in await jobs.list_jobs(link)}
+    finished = finished_runs(work.journal)
+    attempt = 1
+    while True:
+        run = f"{stem}-{attempt}"
+        job = known.get(run)
+        if job is None:
+            return run, None
+        if job.state == "running" or job.state == "unknown":
+            return run, job
+        if run not in finished:
+            if job.state == "finished" and job.exit == 0 and not again:
+                return run, job
+            await settle(work, link, run, stem)
+        attempt += 1
+
+
+async def follow(work: Work, link: Link, run: str, name: str) -> None:
+    """Mirror a job's log and events until it has ended, passing every event line on. Survives a lost connection."""
+    folder = run_folder(work.project, run)
+    folder.mkdir(parents=True, exist_ok=True)
+    seen = 0
+    waited = 1.0
+    while True:
+        try:
+            ended = await jobs.mirror(link, run, folder)
+            waited = 1.0
+        except RigbookError as error:
+            if error.exit_code != UNREACHABLE:
+                raise
+            # The job goes on without us. We come back with growing patience.
+            work.report(Update(run, name, "unreachable", {"message": str(error), "retry_in": waited}))
+            await asyncio.sleep(waited)
+            waited = min(waited * 2, 60.0)
+            link = await work.rig.link(link.name)
+            continue
+        for offset, event in event_lines(folder / "events.jsonl", seen):
+            seen = offset
+            work.report(Update(run, name, event["kind"], event))
+        if ended:
+            return
+        await asyncio.sleep(POLL_SECONDS)
+
+
+def event_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(offset after it, event) for each whole line from `offset` on. A line that is no event is passed over."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        file.seek(offset)
+        data = file.read()
+    for line in data[: data.rfind(b"\n") + 1].splitlines(keepends=True):
+        offset += len(line)
+        with contextlib.suppress(ValueError):
+            event = json.loads(line)
+            if isinstance(event, dict) and isinstance(event.get("kind"), str):
+                yield offset, event
+
+
+async def settle(work: Work, link: Link, run: str, name: str) -> Outcome:
+    """Record how a run ended, with everything it said, in one transaction. Harmless when it is recorded already."""
+    status = await jobs.status(link, run)
+    if status.state in {"running", "unknown"}:
+        raise RigbookError("run.not-ended", f"{run} is {status.state}", host=link.name, exit_code=UNREACHABLE)
+    folder = run_folder(work.project, run)
+    with contextlib.suppress(RigbookError):
+        await jobs.mirror(link, run, folder)
+    said = [event for _, event in event_lines(folder / "events.jsonl")]
+    result = next((e["result"] for e in reversed(said) if e["kind"] == "result"), {})
+    error = next((e["message"] for e in reversed(said) if e["kind"] == "error"), None)
+    outcome = Outcome(
+        run,
+        _status_word(status),
+        status.exit,
+        result,
+        _seconds(status),
+        error or _last_words(folder / "out.log", status),
+    )
+    if run not in finished_runs(work.journal):
+        work.journal.append(*_facts(said, run, link.name), _finished(outcome))
+    work.report(Update(run, name, outcome.status, {"result": result, "seconds": outcome.seconds, "error": error}))
+    return outcome
+
+
+def _status_word(status: JobStatus) -> str:
+    if status.state == "finished":
+        if status.exit == 0:
+            return "done"
+        return "stopped" if status.exit == 143 or status.signal in {"TERM", "SIGTERM"} else "failed"
+    return "lost"
+
+
+def _seconds(status: JobStatus) -> float:
+    if status.started is None:
+        return 0.0
+    return max(0.0, (status.ended or time.time()) - status.started)
+
+
+def _last_words(log: Path, status: JobStatus) -> str | None:
+    """Why a job failed when it said nothing itself: the end of its log."""
+    if status.state == "finished" and status.exit == 0:
+        return None
+    lines = log.read_bytes().decode(errors="replace").strip().splitlines() if log.exists() else []
+    how = (
+        status.state
+        if status.state != "finished"
+        else f"exit {status.exit}"
+        if status.signal is None
+        else status.signal
+    )
+    return f"{how}; last line: {lines[-1][:300]}" if lines else how
+
+
+def _facts(said: list[dict[str, Any]], run: str, host: str) -> list[events.Event]:
+    out: list[events.Event] = []
+    for event in said:
+        if event["kind"] == "fact":
+            out.append(
+                events.FactObserved(
+                    key=event["key"],
+                    value=event["value"],
+                    unit=event.get("unit"),
+                    confidence="measured",
+                    owner="machine",
+                    source=events.Source(host=host, run=run),
+                    observed_at=event["t"],
+                )
+            )
+        elif event["kind"] == "artifact":
+            out.append(
+                events.ArtifactMade(
+                    run=run,
+                    name=event["name"],
+                    path=event["path"],
+                    host=host,
+                    sha256=event["sha256"],
+                    bytes=event["bytes"],
+                )
+            )
+        elif event["kind"] == "warning":
+            out.append(events.Warned(where=run, check=event["check"], message=event["message"]))
+    return out
+
+
+def _finished(outcome: Outcome) -> events.RunFinished:
+    result = outcome.result if outcome.error is None else {**outcome.result, "error": outcome.error}
+    return events.RunFinished(
+        run=outcome.run, status=outcome.status, exit=outcome.exit, result=result, seconds=outcome.seconds
+    )
+
+
+def started_runs(journal: Journal) -> dict[str, events.RunStarted]:
+    return {r.event.run: r.event for r in journal.records() if isinstance(r.event, events.RunStarted)}
+
+
+def finished_runs(journal: Journal) -> dict[str, events.RunFinished]:
+    return {r.event.run: r.event for r in journal.records() if isinstance(r.event, events.RunFinished)}
+
+
+async def settle_all(work: Work) -> list[Outcome]:
+    """Bring the book up to date: record every run that ended while nobody was looking. Unreachable hosts are left."""
+    finished = finished_runs(work.journal)
+    outcomes = []
+    for run, started in started_runs(work.journal).items():
+        if run in finished or started.job is None or started.host not in work.project.hosts:
+            continue
+        with contextlib.suppress(RigbookError):
+            link = await work.rig.link(started.host)
+            status = await jobs.status(link, started.job)
+            if status.state not in {"running", "unknown"}:
+                outcomes.append(await settle(work, link, run, started.name))
+    return outcomes
+
+
+@contextlib.asynccontextmanager
+async def open_work(root: Path, report: Callable[[Update], None] = lambda update: None) -> AsyncIterator[Work]:
+    """A Work for the project in `root`, closed at the end."""
+    from state.project import journal_path, load
+
+    project = load(find(root))
+    journal = Journal.open(journal_path(project.root))
+    try:
+        async with Rig(project) as rig:
+            yield Work(project, rig, journal, report)
+    finally:
+        journal.close()

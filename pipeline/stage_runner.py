@@ -1,0 +1,87 @@
+"""Running stages of the recipe: skip what is done, bring up the server that a stage needs, follow it to its end."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pipeline import server
+from pipeline.recipe import StageDef, folder, pipeline_of, spec
+from pipeline.runs import Outcome, Update, Work, finished_runs, job_key, run_job, settle_all
+from remote.connect import Link
+from state.errors import RigbookError
+
+
+async def run_stages(work: Work, stages: list[StageDef]) -> dict[str, Outcome]:
+    """Run stages in order. Raises at the first that fails; what was done before stays done."""
+    await settle_all(work)
+    outcomes = {}
+    for stage in stages:
+        outcomes[stage.name] = await run_stage(work, stage)
+    return outcomes
+
+
+async def run_stage(work: Work, stage: StageDef) -> Outcome:
+    """Run one stage to its end, or find it done."""
+    pipeline = pipeline_of(work.project)
+    link = await work.rig.link(pipeline.host)
+    wanted = spec(work.project, stage)
+    manifest = await done_manifest(link, wanted)
+    if manifest is not None:
+        outcome = Outcome("", "skipped", 0, manifest["result"], 0.0)
+        work.report(Update("", stage.name, "skipped", {"result": manifest["result"]}))
+        return outcome
+    if stage.server is not None:
+        await server.start(work, stage.server(pipeline))
+    return (await run_module(work, stage.name, stage.module, wanted, what="stage")).check(stage.name, pipeline.host)
+
+
+async def run_module(
+    work: Work, name: str, module: str, wanted: dict[str, Any], *, what: str, again: bool = False
+) -> Outcome:
+    """Run a stage module as a job on the pipeline's host, with `wanted` as its spec."""
+    pipeline = pipeline_of(work.project)
+    env = work.project.env(pipeline.env)
+    document = json.dumps(wanted).encode()
+    return await run_job(
+        work,
+        pipeline.host,
+        name=name,
+        what=what,
+        argv=[env.python, "-m", f"pipeline.stages.{module}", "--spec", "{job}/stage.json"],
+        files={"stage.json": document},
+        env=dict(env.vars),
+        settings=wanted["settings"],
+        key=job_key(wanted),
+        again=again,
+    )
+
+
+async def done_manifest(link: Link, wanted: dict[str, Any]) -> dict[str, Any] | None:
+    """The manifest of a finished stage folder, if it is of this very configuration and its inputs are unchanged."""
+    manifest = await read_json(link, f"{wanted['out']}/manifest.json")
+    if manifest is None or not manifest.get("complete") or manifest["settings"] != wanted["settings"]:
+        return None
+    for name, path in wanted["inputs"].items():
+        if manifest["inputs"].get(name, {}).get("path") != path:
+            return None
+        upstream = await read_json(link, f"{path.rpartition('/')[0]}/manifest.json")
+        for artifact in (upstream or {}).get("artifacts", {}).values():
+            if artifact["path"] == path and artifact["sha256"] != manifest["inputs"][name]["sha256"]:
+                return None
+    return manifest
+
+
+async def read_json(link: Link, path: str) -> dict[str, Any] | None:
+    """A JSON file of a host, or None where there is none."""
+    try:
+        data = await link.read(path)
+    except RigbookError as error:
+        if error.id == "file.not-found":
+            return None
+        raise
+    value: dict[str, Any] = json.loads(data)
+    return value
+
+
+__all__ = ["done_manifest", "finished_runs", "folder", "read_json", "run_module", "run_stage", "run_stages"]

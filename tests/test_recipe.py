@@ -1,0 +1,61 @@
+"""The stage graph: specs from a project, selection, and what is refused."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pipeline.demo_project import project_file
+from pipeline.recipe import BY_NAME, STAGES, folder, select, spec
+from state.errors import RigbookError
+from state.project import Project, loads
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    return loads(project_file(tmp_path, {"baseline": 4001, "eagle3": 4002}), tmp_path)
+
+
+def test_every_input_is_made_by_an_earlier_stage(project: Project) -> None:
+    made = [folder(project, "target")]
+    for stage in STAGES:
+        for name, path in spec(project, stage)["inputs"].items():
+            assert any(path.startswith(one) for one in made), f"{stage.name} reads {name} before it is made"
+        made.append(folder(project, stage.name))
+
+
+def test_specs_follow_the_project_file(project: Project, tmp_path: Path) -> None:
+    assert spec(project, BY_NAME["generate"])["settings"]["base_url"] == "http://127.0.0.1:4001"
+    assert spec(project, BY_NAME["held_people"])["settings"]["temperature"] == 0.0
+    other = loads(
+        project_file(tmp_path, {"baseline": 4001, "eagle3": 4002}) + "\n[pipeline.train]\nminutes = 1.5\n", tmp_path
+    )
+    assert spec(other, BY_NAME["train"])["settings"]["minutes"] == 1.5
+    assert spec(project, BY_NAME["train"])["settings"] != spec(other, BY_NAME["train"])["settings"]
+
+
+@pytest.mark.parametrize(
+    ("names", "from_", "until", "expected"),
+    [
+        ([], None, None, [s.name for s in STAGES]),
+        (["all"], "hidden", None, ["hidden", "train", "export", "audit", "predict"]),
+        (["train", "mix"], None, None, ["mix", "train"]),
+        (["all"], "mix", "vocab", ["mix", "vocab"]),
+    ],
+)
+def test_selection_keeps_the_order(names: list[str], from_: str | None, until: str | None, expected: list[str]) -> None:
+    assert [stage.name for stage in select(names, from_, until)] == expected
+
+
+@pytest.mark.parametrize(("names", "until"), [(["trian"], None), (["all"], "trian")])
+def test_a_misspelt_stage_is_named_and_the_nearest_offered(names: list[str], until: str | None) -> None:
+    with pytest.raises(RigbookError, match=re.escape("did you mean 'train'?")) as caught:
+        select(names, None, until)
+    assert caught.value.exit_code == 2
+
+
+def test_a_project_without_a_pipeline_is_told_so(tmp_path: Path) -> None:
+    bare = loads('[project]\nname = "bare"\n', tmp_path)
+    with pytest.raises(RigbookError) as caught:
+        spec(bare, BY_NAME["train"])
+    assert caught.value.id == "pipeline.none"
