@@ -8,11 +8,10 @@ Importing this module is dear (pydantic); the read path (`state.journal`, `state
 
 from __future__ import annotations
 
-from datetime import datetime
 from functools import cache
 from typing import Annotated, Any, Literal, Union
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
 from state.benchmarks import BenchRecord
 from state.upcasters import CURRENT, escape_bad_bytes, upcast
@@ -69,7 +68,7 @@ class FactObserved(Event):
     confidence: Confidence = "measured"
     owner: Literal["machine", "person"] = "machine"
     source: Source = Source()
-    observed_at: datetime | None = None  # None: when it was recorded
+    observed_at: AwareDatetime | None = None  # None: when it was recorded
 
 
 class ProbeFailed(Event):

@@ -457,7 +457,8 @@ def _pragma(connection: apsw.Connection, name: str) -> int:
 
 
 def _encode(body: Any) -> str:
-    return json.dumps(_tag_special(body), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    # The order of keys is kept: it is the order in which people read a table. The hash is over these very bytes.
+    return json.dumps(_tag_special(body), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 _SPECIAL = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}

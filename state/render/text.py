@@ -1,0 +1,247 @@
+"""Small pieces of Markdown: escaping, tables, and values, times and sources in words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from state.book import Book
+from state.facts import Fact, Source
+
+UNKNOWN = "unknown"
+
+_ACTIVE = re.compile(r"([\\`*<|])|(?<!\w)(_)|(_)(?!\w)|(\[)(?=[^\]]*\]\()")
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def escape(text: str) -> str:
+    """Text that means itself inside a paragraph or a table cell, on one line."""
+    escaped = _ACTIVE.sub(lambda match: "&lt;" if match.group() == "<" else "\\" + match.group(), text.strip())
+    return re.sub(r"\s*\n\s*", "<br>", escaped)
+
+
+def code(text: str) -> str:
+    """An inline code span that may stand in a table cell."""
+    flat = re.sub(r"\s*\n\s*", " ⏎ ", text.strip()).replace("|", "\\|")
+    if not flat:
+        return ""
+    fence = "`"
+    while fence in flat:
+        fence += "`"
+    pad = " " if flat.startswith("`") or flat.endswith("`") else ""
+    return f"{fence}{pad}{flat}{pad}{fence}"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
+    """A GitHub table; cells are escaped already. Columns in `right` hold numbers. No rows, no table."""
+    body = [f"| {' | '.join(row)} |" for row in rows]
+    if not body:
+        return []
+    rule = " | ".join("---:" if i in right else "---" for i in range(len(header)))
+    return [f"| {' | '.join(header)} |", f"| {rule} |", *body, ""]
+
+
+def number(value: float, digits: int = 4) -> str:
+    """A number to read: significant digits for fractions, separators for large whole numbers."""
+    if value != value or value in (float("inf"), float("-inf")):
+        return "NaN" if value != value else "infinity" if value > 0 else "-infinity"
+    if isinstance(value, int) or (value == int(value) and abs(value) >= 10**digits):
+        return f"{int(value):,}" if abs(value) >= 1_000_000 else str(int(value))
+    if value == 0 or 1e-4 <= abs(value) < 10**digits:
+        text = f"{value:.{digits}g}"
+        return text if "e" not in text else str(round(value))
+    return f"{value:.3g}" if abs(value) < 1e-4 else f"{value:,.0f}"
+
+
+def quantity(value: Any, unit: str | None = None) -> str:
+    """A fact's value with its unit, as text that still needs escaping. None is unknown, never zero."""
+    if value is None:
+        return UNKNOWN
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int | float):
+        if unit in ("B", "bytes"):
+            return size(value)
+        if unit in ("s", "seconds") and value >= 100:
+            return duration(value)
+        if unit in ("%", "percent"):
+            return f"{number(value, 3)} %"
+        grouped = f"{value:,}" if unit and isinstance(value, int) and abs(value) >= 10_000 else number(value)
+        return f"{grouped} {unit}" if unit else grouped
+    if isinstance(value, list):
+        return ", ".join(quantity(item) for item in value) or "none"
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {quantity(inner)}" for key, inner in value.items()) or "none"
+    return f"{value} {unit}" if unit else str(value)
+
+
+def size(count: float) -> str:
+    """Bytes in binary units."""
+    if count != count:
+        return "NaN"
+    scaled, unit = float(count), 0
+    while abs(scaled) >= 1024 and unit < len(_BINARY) - 1:
+        scaled, unit = scaled / 1024, unit + 1
+    return f"{scaled:.0f} {_BINARY[unit]}" if unit == 0 else f"{scaled:.1f} {_BINARY[unit]}"
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds as people say them."""
+    if seconds is None:
+        return UNKNOWN
+    if seconds != seconds:
+        return "NaN"
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
+
+
+def when(ts: str) -> str:
+    """An RFC 3339 time, to the minute, in UTC."""
+    if not ts:
+        return UNKNOWN
+    try:
+        moment = datetime.fromisoformat(ts)
+    except ValueError:
+        return ts
+    if moment.tzinfo is not None and moment.utcoffset():
+        moment = moment.astimezone(UTC)
+    return f"{moment:%Y-%m-%d %H:%M} UTC"
+
+
+def host(book: Book, name: str | None) -> str:
+    """A host's name, marked when the demo plays it."""
+    if not name:
+        return UNKNOWN
+    return f"{escape(name)} (played)" if book.played(name) else escape(name)
+
+
+def source(book: Book, fact: Fact) -> str:
+    """Where a fact's value comes from, in one line."""
+    origin, at = fact.source, when(fact.observed_at)
+    if fact.owner == "person":
+        return _joined(f"set by {escape(fact.now.actor)}, {at}", origin)
+    if fact.confidence == "claimed":
+        return _joined(f"a claim, {at}", origin)
+    parts = []
+    if origin.host:
+        parts.append(host(book, origin.host))
+    if origin.command:
+        parts.append(code(origin.command))
+    parts.append(at)
+    if origin.run:
+        parts.append(f"run {code(origin.run)}")
+    return _joined(", ".join(parts), origin)
+
+
+def _joined(text: str, origin: Source) -> str:
+    return f"{text}: {escape(origin.note)}" if origin.note else text
+
+
+def remarks(fact: Fact, failure: bool = True) -> str:
+    """What a reader must know before trusting the value: a claim, an age, a failed look."""
+    said = []
+    if fact.confidence != "measured" and fact.owner != "person":
+        said.append(fact.confidence)
+    if fact.owner == "person":
+        said.append(f"set by {escape(fact.now.actor)}")
+    if fact.state != "fresh":
+        said.append(f"**{fact.state}**: {escape(fact.because)}")
+    if failure and fact.failure:
+        said.append(_not_seen(fact))
+    return "; ".join(said)
+
+
+def _not_seen(fact: Fact) -> str:
+    return f"**not seen since**: the look at {when(fact.failed_at)} failed: {escape(fact.failure)}"
+
+
+def label(dotted: str) -> str:
+    """A dotted name in words; parts that are names of something (a token, a file) stay as they are."""
+    parts = [part.replace("_", " ") if re.fullmatch(r"[a-z0-9_]+", part) else part for part in dotted.split(".")]
+    return " ".join(parts)
+
+
+def fact_table(book: Book, facts: Sequence[Fact], prefix: str) -> list[str]:
+    """Facts as a table, with the source of each: in a line below where they share it, else by number."""
+    if not facts:
+        return []
+    sources: list[str] = []
+    rows: list[list[str]] = []
+    nested: list[str] = []
+    failures = {_not_seen(fact) if fact.failure else "" for fact in facts}
+    shared = failures.pop() if len(failures) == 1 else ""  # the whole host was out of reach: said once, not per row
+    for fact in facts:
+        told = source(book, fact)
+        if told not in sources:
+            sources.append(told)
+        name = label(fact.key.removeprefix(prefix))
+        note = remarks(fact, failure=not shared)
+        value = fact.value
+        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            shown = f"{len(value)} (table below)"
+            nested += [f"{escape(name)}:", "", *_records(value)]
+        else:
+            shown = escape(quantity(value, fact.unit))
+        rows.append([escape(name), f"{shown} ({note})" if note else shown, str(sources.index(told) + 1)])
+    tail = [f"{shared[0:2]}{shared[2:3].upper()}{shared[3:]}.", ""] if shared else []
+    if len(sources) == 1:
+        body = table(["what", "value"], [row[:2] for row in rows])
+        return [*body, f"Source: {sources[0]}.", "", *tail, *nested]
+    listed = [f"{i}. {text}" for i, text in enumerate(sources, 1)]
+    return [*table(["what", "value", "source"], rows, right=[2]), "Sources:", "", *listed, "", *tail, *nested]
+
+
+def _records(values: list[dict[str, Any]]) -> list[str]:
+    columns = list(dict.fromkeys(key for value in values for key in value))
+    rows = [[escape(quantity(value.get(column))) for column in columns] for value in values]
+    return table([escape(str(column).replace("_", " ")) for column in columns], rows)
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Nested results as dotted names with plain values; long lists only by their length."""
+    found: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            found += flat(value, f"{name}.")
+        elif isinstance(value, list) and (len(value) > 8 or any(isinstance(item, dict | list) for item in value)):
+            found.append((name, f"{len(value)} items"))
+        else:
+            found.append((name, value))
+    return found
+
+
+def results(values: dict[str, Any]) -> str:
+    """The result of a run in one table cell."""
+    rows = values.get("rows")
+    said = []
+    if isinstance(rows, dict):
+        said.append("rows: " + ", ".join(f"{escape(quantity(count))} {escape(word)}" for word, count in rows.items()))
+        values = {key: value for key, value in values.items() if key != "rows"}
+    return "; ".join([*said, *(f"{escape(label(name))} {escape(quantity(value))}" for name, value in flat(values))])
+
+
+def prose(text: str) -> list[str]:
+    """What a person wrote, as Markdown; but headings are taken down, so that they do not break up the document, and
+    tags outside code are shown: `<think>` is a token in our field, not HTML."""
+    lines, fenced = [], False
+    for line in text.strip().splitlines():
+        if line.lstrip().startswith(("```", "~~~")):
+            fenced = not fenced
+        elif not fenced:
+            line = re.sub(r"^(#{1,6})\s+(.*)", r"**\2**", line)
+            parts = re.split(r"(`+[^`]*`+)", line)
+            parts[::2] = [re.sub(r"<(?=[A-Za-z/!?|])", "&lt;", part) for part in parts[::2]]
+            line = "".join(parts)
+        lines.append(line.rstrip())
+    if fenced:
+        lines.append("```")
+    return lines
