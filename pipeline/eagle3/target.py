@@ -299,7 +299,7 @@ class _View:
         """Attention of rotated queries; keys and values join the cache. [B, T, N + 2K, D] -> [B, T, N * D]"""
         B, T, N, K, G, D = self.B, self.T, self.N, self.K, self.G, self.D
         if self.cache is None:
-            q, k, v = torch.split(qkv.transpose(1, 2), (N, K, K), 1)  # [B, heads, T, D]
+            q, k, v = torch.split(qkv.transpose(1, 2), [N, K, K], 1)  # [B, heads, T, D]
             h = F.scaled_dot_product_attention(
                 q, k.repeat_interleave(G, 1), v.repeat_interleave(G, 1), is_causal=True)  # fmt: skip
             return h.transpose(1, 2).reshape(B, T, N * D)
