@@ -60,6 +60,7 @@ class Link(ABC):
         self.name = name
         self.host = host
         self._python: str | None = None
+        self._state_dir: str | None = None
         self._probe: Probe | None = None
         self._probe_lock = asyncio.Lock()
 
@@ -178,11 +179,13 @@ class Link(ABC):
 
     async def state_dir(self) -> str:
         """The absolute path of this host's state directory."""
-        configured = self.host.state_dir
-        if not configured.startswith("~"):
-            return configured
-        found = await self.run(script=f"printf %s {shell.path(configured)}", timeout=20)
-        return found.check("asking for HOME").stdout.decode("utf-8", "surrogateescape")
+        if self._state_dir is None:
+            # Resolved (links, too), since jobs carry this path as their mark of origin.
+            where = shell.path(self.host.state_dir)
+            script = f"umask 077;mkdir -p {where}&&cd {where}&&pwd -P"
+            found = (await self.run(script=script, timeout=20)).check(f"making {self.host.state_dir}")
+            self._state_dir = found.stdout.decode("utf-8", "surrogateescape").removesuffix("\n")
+        return self._state_dir
 
     async def open_probe(self) -> Probe:
         """A probe of one's own; the caller closes it."""

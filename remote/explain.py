@@ -33,6 +33,14 @@ EXPLAIN: dict[str, str] = {
     "host.unknown": "The link was lost while a command ran, so nobody here knows how it ended. It was not repeated.",
     "host.unreachable": "No connection came about: machine off, wrong address, firewall, or a broken jump host. "
     "Unreachable says nothing about the jobs there: they go on.",
+    "job.bad-id": "A job's id is a directory's name on its host: letters, digits, dot, underscore, dash.",
+    "job.file-shrank": "Job files only grow. This one is shorter than what was read from it, so it was truncated or "
+    "replaced; the local copy is left as it is.",
+    "job.no-package": "A source directory that was to travel with the job is not there.",
+    "job.reserved-name": "spec.json and supervisor.pyz in a job directory are rigbook's own.",
+    "probe.failed": "The probe answered that it could not do what was asked; its reason is quoted.",
+    "probe.lost": "The link to the probe is gone. What runs on the host goes on.",
+    "probe.not-started": "The probe (a Python program sent over the link, run from memory) did not come up.",
     "remote.failed": "A command on the host failed; its last line of error output is quoted.",
     "remote.timeout": "A command ran past its deadline and was stopped on the far side too.",
     "shell.bad-variable": "Names of environment variables are letters, digits and underscores.",

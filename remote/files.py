@@ -35,7 +35,7 @@ _REASONS = {
 }
 
 
-def _check(result: Result, what: str) -> Result:
+def check(result: Result, what: str) -> Result:
     if result.state == "exited" and result.exit:
         text = result.error_text()
         for words, id in _REASONS.items():
@@ -56,7 +56,7 @@ async def _store(link: Link, remote: str, feed: Feed, size: int, mode: int | Non
     )
     errors = bytearray()
     result = await link.stream(script=script, feed=feed, out=lambda _: None, err=errors.extend)
-    _check(Result(result.state, result.exit, result.signal, b"", bytes(errors), result.reason, link.name), remote)
+    check(Result(result.state, result.exit, result.signal, b"", bytes(errors), result.reason, link.name), remote)
 
 
 async def write(link: Link, remote: str, data: bytes, mode: int = 0o600) -> None:
@@ -89,7 +89,7 @@ async def read(link: Link, remote: str, offset: int = 0, limit: int | None = Non
     """The bytes from `offset` on, `limit` of them at most."""
     end = f"|head -c {int(limit)}" if limit is not None else ""
     script = f"LC_ALL=C;export LC_ALL;exec <{shell.path(remote)}||exit 66;tail -c +{int(offset) + 1}{end}"
-    return _check(await link.run(script=script), remote).stdout
+    return check(await link.run(script=script), remote).stdout
 
 
 async def get(link: Link, remote: str, local: Path) -> None:
@@ -115,7 +115,7 @@ async def get(link: Link, remote: str, local: Path) -> None:
             result = await link.stream(script=script, out=sink, err=errors.extend)
             file.flush()
             os.fsync(file.fileno())
-        _check(Result(result.state, result.exit, result.signal, b"", bytes(errors), result.reason, link.name), remote)
+        check(Result(result.state, result.exit, result.signal, b"", bytes(errors), result.reason, link.name), remote)
         if got < expected:
             raise RigbookError("file.short", f"{remote}: {got} of {expected} bytes arrived", host=link.name)
         os.replace(name, local)
@@ -146,4 +146,4 @@ async def put_tree(link: Link, tree: Mapping[str, bytes | Path], remote_dir: str
     data = await asyncio.to_thread(pack, tree)
     where = shell.path(remote_dir)
     script = f"LC_ALL=C;export LC_ALL;umask 077;mkdir -p {where}&&cd {where}&&exec tar -xf -"
-    _check(await link.run(script=script, stdin=data), remote_dir)
+    check(await link.run(script=script, stdin=data), remote_dir)

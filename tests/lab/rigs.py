@@ -35,13 +35,17 @@ def project(root: Path, hosts: str, *, config: str = "ssh_config") -> Project:
     return loads(f'[project]\nname = "lab"\nssh_config = "{config}"\n{hosts}', root)
 
 
+def host(name: str) -> str:
+    return f'[hosts.{name}]\nkind = "linux"\nssh = "{name}"\nplayed = true\n'
+
+
 @contextmanager
 def played(root: Path, names: dict[str, str] | None = None) -> Iterator[Project]:
     """The demo's hosts, as a project in `root`."""
     hosts = names or {"llm": "lxc"}
     demo_rig.start(root, hosts)
     try:
-        yield project(root, "".join(f'[hosts.{n}]\nkind = "linux"\nssh = "{n}"\nplayed = true\n' for n in hosts))
+        yield project(root, "".join(map(host, hosts)))
     finally:
         demo_rig.stop(root)
 

@@ -1,0 +1,214 @@
+"""Detached jobs: they outlive the connection and us. What a job directory holds is told in probe/jobdir.py.
+
+Submitting is safe to repeat: the job's id is its name on the host, and of any number of submissions with one id
+exactly one starts it. What a job's state is, its own host decides; when we cannot ask, it is `unknown`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from remote import files, shell
+from remote.connect import Link, backoff
+from remote.follow import follow, mirror
+from remote.probe import ship
+from state.errors import UNREACHABLE, USAGE, RigbookError
+
+__all__ = ["JobSpec", "JobStatus", "follow", "jobs_dir", "list_jobs", "mirror", "status", "stop", "submit", "wait"]
+
+State = Literal["running", "finished", "vanished", "lost_reboot", "unknown", "absent"]
+ENDED = frozenset({"finished", "vanished", "lost_reboot"})
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
+SUBMIT_S = 120.0
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """What to run. `{job}` in argv, env and cwd becomes the job's absolute directory there.
+
+    `files` (relative name -> content) land in the job directory; `packages` are local Python source directories that
+    land under its `src/`, which comes first on PYTHONPATH. The working directory is the job directory unless `cwd` says
+    otherwise.
+    """
+
+    id: str
+    name: str
+    argv: list[str]
+    cwd: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    packages: list[str] = field(default_factory=list)
+    run: str = ""
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """`exit` or `signal` is set when it finished; `supervisor` is the pid that watches it; times: Unix seconds."""
+
+    id: str
+    state: State
+    name: str = ""
+    run: str = ""
+    exit: int | None = None
+    signal: str | None = None
+    pid: int | None = None
+    supervisor: int | None = None
+    started: float | None = None
+    ended: float | None = None
+    dir: str = ""
+    reason: str = ""
+    stopped: bool = False  # ended because somebody asked it to
+    swept: tuple[str, ...] = ()  # command lines of what it left behind and the supervisor ended
+    left: tuple[str, ...] = ()  # and of what would not end
+
+    @property
+    def ok(self) -> bool:
+        return self.state == "finished" and self.exit == 0
+
+    @property
+    def over(self) -> bool:
+        return self.state in ENDED
+
+    def describe(self) -> str:
+        if self.state == "finished":
+            how = f"killed by SIG{self.signal}" if self.signal else f"exit code {self.exit}"
+            return f"{'stopped' if self.stopped else 'finished'}: {how}" + (f" ({self.reason})" if self.reason else "")
+        return f"{self.state.replace('_', ' ')}" + (f": {self.reason}" if self.reason else "")
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def parse_status(raw: Mapping[str, Any]) -> JobStatus:
+    supervisor = raw.get("supervisor") or {}
+    return JobStatus(
+        id=raw["id"],
+        state=raw["state"],
+        name=raw.get("name", ""),
+        run=raw.get("run", ""),
+        exit=raw.get("exit"),
+        signal=raw.get("signal"),
+        pid=raw.get("pid"),
+        supervisor=supervisor.get("pid"),
+        started=raw.get("started"),
+        ended=raw.get("ended"),
+        dir=raw.get("dir", ""),
+        reason=raw.get("reason", ""),
+        stopped=raw.get("stopped", False),
+        swept=tuple(entry["command"] for entry in raw.get("swept", ())),
+        left=tuple(entry["command"] for entry in raw.get("left", ())),
+    )
+
+
+async def jobs_dir(link: Link) -> str:
+    """The absolute directory of all jobs on this host."""
+    return f"{await link.state_dir()}/jobs"
+
+
+async def submit(link: Link, spec: JobSpec) -> JobStatus:
+    """Start the job, or find the one of the same id. Retries a lost link, since repeating is safe."""
+    check_id(spec.id)
+    if not spec.argv:
+        raise RigbookError("shell.no-command", f"job {spec.id} has no command", exit_code=USAGE)
+    tree = await asyncio.to_thread(_tree, spec)
+    data = await asyncio.to_thread(files.pack, tree)
+    jobs = await jobs_dir(link)
+    for attempt in range(1, 4):
+        stage = f"{jobs}/.stage-{spec.id}-{secrets.token_hex(4)}"
+        script = (
+            f"umask 077;s={shell.quote(stage)};p=$({shell.FIND_PYTHON})||exit 127;"
+            f'mkdir -p "$s"&&(cd "$s"&&LC_ALL=C tar -xf -)||{{ rm -rf "$s";exit 74;}};'
+            f'exec "$p" -I -S "$s/supervisor.pyz" adopt {shell.quote(f"{jobs}/{spec.id}")} "$s"'
+        )
+        result = await link.run(script=script, stdin=data, timeout=SUBMIT_S)
+        if result.state != "unknown":
+            break
+        await asyncio.sleep(backoff(attempt))
+    if result.state == "exited" and result.exit == 127 and not result.stderr:
+        raise RigbookError("host.no-python", "there is no Python 3.9 or newer", host=link.name)
+    return parse_status(json.loads(files.check(result, f"starting job {spec.id}").stdout))
+
+
+def check_id(id: str) -> str:
+    if not _ID.match(id):
+        raise RigbookError("job.bad-id", f"{id!r} is not a job's id (letters, digits, . _ -)", exit_code=USAGE)
+    return id
+
+
+def _tree(spec: JobSpec) -> dict[str, bytes | Path]:
+    """The job directory as it travels."""
+    tree: dict[str, bytes | Path] = dict(spec.files)
+    for package in spec.packages:
+        root = Path(package)
+        if not root.is_dir():
+            raise RigbookError("job.no-package", f"{package} is not a directory", exit_code=USAGE)
+        for file in sorted(root.rglob("*")):
+            hidden = any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(root).parts)
+            if file.is_file() and not hidden:
+                tree[f"src/{root.name}/{file.relative_to(root).as_posix()}"] = file
+    plain = {"argv": list(spec.argv), "cwd": spec.cwd, "env": dict(spec.env), "name": spec.name, "run": spec.run}
+    digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+    record = {"v": 1, "id": spec.id, **plain, "digest": digest}
+    for name, content in (
+        ("spec.json", json.dumps(record, indent=1).encode()),
+        ("supervisor.pyz", ship.archive()),
+        ("~complete", b""),  # sorts last: a cut archive lacks it
+    ):
+        if name in tree:
+            raise RigbookError("job.reserved-name", f"{name} in a job directory is ours", exit_code=USAGE)
+        tree[name] = content
+    return tree
+
+
+async def status(link: Link, id: str) -> JobStatus:
+    """What the host says; `unknown` when it cannot be asked (which says nothing about the job)."""
+    check_id(id)
+    error: RigbookError | None = None
+    for _ in range(2):  # the shared probe may have died unnoticed since the last call
+        try:
+            return parse_status(await (await link.probe()).call("job", jobs=await jobs_dir(link), id=id))
+        except RigbookError as caught:
+            if caught.exit_code != UNREACHABLE:
+                raise
+            error = caught
+    return JobStatus(id, "unknown", reason=str(error))
+
+
+async def list_jobs(link: Link) -> list[JobStatus]:
+    """All jobs of this host, oldest first. Raises when it cannot be asked."""
+    return [parse_status(raw) for raw in await (await link.probe()).call("jobs", jobs=await jobs_dir(link))]
+
+
+async def wait(link: Link, id: str) -> JobStatus:
+    """Wait until the job is over (or is absent). A lost link is waited out."""
+    pause, lost = 0.05, 0
+    while True:
+        now = await status(link, id)
+        if now.over or now.state == "absent":
+            return now
+        lost = lost + 1 if now.state == "unknown" else 0
+        await asyncio.sleep(1 + backoff(min(lost, 6)) if lost else pause)
+        pause = min(pause * 1.5, 1.0)
+
+
+async def stop(link: Link, id: str, grace: float = 10) -> JobStatus:
+    """TERM to the job, `grace` seconds, KILL; then what it left behind. Returns when it is over. Twice is fine."""
+    check_id(id)
+    where = f"{await jobs_dir(link)}/{id}"
+    script = (
+        f"d={shell.quote(where)};[ -d \"$d\" ]||{{ printf '{{}}';exit 0;}};p=$({shell.FIND_PYTHON})||exit 127;"
+        f'exec "$p" -I -S "$d/supervisor.pyz" stop "$d" {grace:g}'
+    )
+    result = await link.run(script=script, timeout=grace + 60)
+    if result.state == "unknown":
+        return await status(link, id)
+    raw = json.loads(result.check(f"stopping job {id}").stdout)
+    return parse_status(raw) if raw else JobStatus(id, "absent", reason="there is no such job")

@@ -1,0 +1,172 @@
+"""A job directory and what it says about its job. Standard library and Python 3.9 syntax only.
+
+    JOBS/ID/  spec.json       what to run; never changes
+              supervisor.pyz  the program that runs it
+              lock            flock-ed by the supervisor as long as it lives
+              start.json      written before the main process may begin: boot id, pid, start time
+              tree.json       the job's processes as last seen: still tells them when the supervisor was killed
+              out.log         its output, append only          events.jsonl   what it reports
+              stop.json       somebody asked it to stop
+              exit.json       how it ended; written last
+
+State, in this order: exit.json: finished; another boot id: lost in a reboot; lock held, or the main process (pid,
+start time) alive: running; else vanished. Nobody guesses from a connection that failed.
+"""
+
+import base64
+import contextlib
+import fcntl
+import json
+import os
+import time
+from typing import Any, Dict, List, Optional
+
+from remote.probe import procs
+
+ENDED = ("finished", "vanished", "lost_reboot")
+
+
+def read_json(path: str) -> Optional[Dict[str, Any]]:
+    """The object in a file that was written by rename; None when it is not there."""
+    try:
+        with open(path, "rb") as file:
+            data = json.loads(file.read().decode("utf-8", "surrogateescape"))
+    except FileNotFoundError:
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def write_json(path: str, data: Dict[str, Any]) -> None:
+    """Whole and durable, or not at all."""
+    temporary = "%s.%d.tmp" % (path, os.getpid())
+    text = json.dumps(data, ensure_ascii=True, indent=1).encode() + b"\n"
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(temporary, path)
+    except BaseException:
+        # A part of a file must not stay behind, least of all under the real name.
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    sync_directory(os.path.dirname(path))
+
+
+def sync_directory(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def lock_held(directory: str) -> bool:
+    try:
+        descriptor = os.open(os.path.join(directory, "lock"), os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        # Shared, so that two who look do not disturb each other; who starts a job tries again for a while.
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def state(directory: str) -> Dict[str, Any]:
+    """The job's status as a dict of plain values. See the rule at the top."""
+    id = os.path.basename(directory)
+    found: Dict[str, Any] = {"id": id, "dir": directory, "state": "absent", "reason": "there is no such job"}
+    if not os.path.isdir(directory):
+        return found
+    try:
+        spec = read_json(os.path.join(directory, "spec.json")) or {}
+        start = read_json(os.path.join(directory, "start.json"))
+        found.update(name=spec.get("name", ""), run=spec.get("run", ""), reason="")
+        if start is None:
+            if lock_held(directory):
+                found["state"] = "running"
+                found["reason"] = "starting"
+            else:
+                found["reason"] = "submitted, but it was never started"
+            return found
+        found.update(
+            pid=start["pid"], starttime=start["starttime"], started=start["started"], supervisor=start["supervisor"]
+        )
+        end = read_json(os.path.join(directory, "exit.json"))
+        if end is None and start["boot_id"] != procs.boot_id():
+            found.update(state="lost_reboot", reason="the machine was started anew while it ran")
+            return found
+        if end is None:
+            if lock_held(directory):
+                found["state"] = "running"
+                return found
+            if procs.alive(start["pid"], start["starttime"]):
+                found.update(state="running", reason="its supervisor is gone: its exit code will not be known")
+                return found
+            # It may have ended between our two looks.
+            end = read_json(os.path.join(directory, "exit.json"))
+        if end is None:
+            found.update(state="vanished", reason="it was killed together with its supervisor: no exit was recorded")
+            return found
+        found.update(
+            state="finished",
+            exit=end["exit"],
+            signal=end["signal"],
+            ended=end["ended"],
+            swept=end["swept"],
+            left=end["left"],
+            stopped=end["stopped"],
+            reason=end.get("error", ""),
+        )
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        # Damaged or unreadable: nobody knows, and that is what we say.
+        found.update(state="unknown", reason="%s: %s" % (type(error).__name__, error))
+    return found
+
+
+def listing(root: str) -> List[Dict[str, Any]]:
+    """All jobs, oldest first."""
+    try:
+        names = [name for name in os.listdir(root) if not name.startswith(".")]
+    except FileNotFoundError:
+        return []
+    jobs = [state(os.path.join(root, name)) for name in names if os.path.isdir(os.path.join(root, name))]
+    return sorted(jobs, key=lambda job: (job.get("started", 0), job["id"]))
+
+
+def read(directory: str, file: str, offset: int, limit: int, wait: float) -> Dict[str, Any]:
+    """Up to `limit` bytes of a job's file from `offset`, waiting up to `wait` seconds for some.
+
+    `ended` is looked at BEFORE the bytes: when it is true and no byte came, there will never be more. Looked at
+    after, the last lines that the job wrote between the two would be lost.
+    """
+    if file.startswith("/") or ".." in file.split("/"):
+        raise ValueError("a job's file is named relative to its directory")
+    path = os.path.join(directory, file)
+    deadline = time.monotonic() + wait
+    while True:
+        now = state(directory)["state"]
+        ended = now in ENDED or now == "absent"
+        try:
+            with open(path, "rb") as opened:
+                info = os.fstat(opened.fileno())
+                opened.seek(offset)
+                data = opened.read(limit)
+            inode, size = info.st_ino, info.st_size
+        except FileNotFoundError:
+            data, inode, size = b"", 0, 0
+        if data or ended or size < offset or time.monotonic() >= deadline:
+            return {
+                "state": now,
+                "ended": ended,
+                "inode": inode,
+                "size": size,
+                "data": base64.b64encode(data).decode(),
+            }
+        time.sleep(0.03)
