@@ -1,0 +1,79 @@
+"""Shuffle the training rows, without what the held-out ones would recognise.
+
+inputs    rows (rows.jsonl of `tokenize`), model, held_self and held_people (rows.jsonl of `generate`)
+settings  seed
+output    rows.jsonl: the rows kept, shuffled; dropped.jsonl: the others, each with the reason
+
+A row is dropped if one of its texts shares 13 consecutive tokens with a held-out prompt or response, if its prompt is
+a held-out one (many are shorter than that), or if it repeats an earlier row.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pipeline.eagle3.chat import Chat
+from pipeline.stages.protocol import Stage, main, read_jsonl, write_jsonl
+
+N = 13
+
+
+def run(stage: Stage) -> dict[str, Any]:
+    chat = Chat(stage.inputs["model"])
+    held = [row for name in ("held_self", "held_people") for row in read_jsonl(stage.inputs[name])]
+    grams: set[tuple[int, ...]] = set()
+    prompts: set[str] = set()
+    for row in held:
+        prompts.add(fingerprint(m["content"] for m in row["messages"]))
+        for text in (*(m["content"] for m in row["messages"]), row["response"]):
+            grams.update(ngrams(chat.encode(text)))
+
+    rows = list(read_jsonl(stage.inputs["rows"]))
+    kept: list[dict[str, Any]] = []
+    dropped: list[dict[str, Any]] = []
+    seen: set[tuple[int, ...]] = set()
+    for done, row in enumerate(rows, 1):
+        reason = None
+        if fingerprint(row["texts"][:-1]) in prompts:
+            reason = "held-out prompt"
+        elif any(gram in grams for text in row["texts"] for gram in ngrams(chat.encode(text))):
+            reason = f"shares {N} tokens with a held-out row"
+        elif tuple(row["input_ids"]) in seen:
+            reason = "repeats another row"
+        if reason is None:
+            seen.add(tuple(row["input_ids"]))
+            kept.append({name: row[name] for name in ("id", "source", "input_ids", "loss_mask")})
+        else:
+            dropped.append({"id": row["id"], "reason": reason})
+        stage.progress(done, len(rows), "rows")
+    if not kept:
+        stage.refuse("mix.nothing-left", f"all {len(rows)} rows overlap with held-out ones")
+    if len(dropped) > len(rows) / 4:
+        stage.warn("mix.overlap", f"{len(dropped)} of {len(rows)} rows dropped: prompts may be too much alike")
+    random.Random(int(stage.settings.get("seed", 0))).shuffle(kept)
+    write_jsonl(stage.out / "rows.jsonl", kept)
+    write_jsonl(stage.out / "dropped.jsonl", dropped)
+    stage.artifact("rows", stage.out / "rows.jsonl")
+    return {
+        "rows": {"in": len(rows), "out": len(kept), "errors": 0, "skipped": len(dropped)},
+        "dropped": dict(Counter(row["reason"] for row in dropped)),
+        "sources": dict(Counter(row["source"] for row in kept)),
+        "response_tokens": sum(sum(row["loss_mask"]) for row in kept),
+        "held_out_ngrams": len(grams),
+    }
+
+
+def ngrams(ids: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    return (tuple(ids[i : i + N]) for i in range(len(ids) - N + 1))
+
+
+def fingerprint(texts: Any) -> str:
+    """A prompt, whatever its case and white space."""
+    return "\n".join(" ".join(text.casefold().split()) for text in texts)
+
+
+if __name__ == "__main__":
+    main(run)
