@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from state.tables import Project
 
 
-@dataclass
+@dataclass(eq=False)
 class Said:
     """What every entry has: its event, when and by whom. `id` names it in commands."""
 
@@ -34,25 +34,33 @@ class Said:
     actor_kind: str
 
 
-@dataclass
+@dataclass(eq=False)
 class Note(Said):
+    """What somebody noted, at large or about a section."""
+
     text: str
     section: str | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class Instruction(Said):
+    """A standing rule for everyone."""
+
     text: str
 
 
-@dataclass
+@dataclass(eq=False)
 class Assumption(Said):
+    """What is taken for granted."""
+
     text: str
     because: str = ""
 
 
-@dataclass
+@dataclass(eq=False)
 class Decision(Said):
+    """What was decided, and instead of what."""
+
     title: str
     text: str = ""
     alternatives: list[str] = field(default_factory=list)
@@ -61,8 +69,10 @@ class Decision(Said):
     superseded_by: str | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class Discovery(Said):
+    """What was found out; `refuted` ones are kept."""
+
     title: str
     text: str = ""
     evidence: str | list[str] = ""
@@ -70,8 +80,10 @@ class Discovery(Said):
     guard: str | dict[str, Any] | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class NextStep(Said):
+    """What is to be done, and whether it is."""
+
     title: str
     priority: int = 2
     depends_on: list[str] = field(default_factory=list)
@@ -82,15 +94,17 @@ class NextStep(Said):
     done_by: str = ""
 
 
-@dataclass
+@dataclass(eq=False)
 class Alert(Said):
+    """What a check warned of."""
+
     where: str
     check: str
     message: str
     times: int = 1  # the same warning again is counted, not repeated
 
 
-@dataclass
+@dataclass(eq=False)
 class Failure(Said):
     """A probe that failed."""
 
@@ -99,8 +113,10 @@ class Failure(Said):
     reason: str
 
 
-@dataclass
+@dataclass(eq=False)
 class Run:
+    """One execution of anything. It runs until an event says how it ended."""
+
     run: str
     seq: int
     what: str = "stage"
@@ -111,15 +127,17 @@ class Run:
     settings: dict[str, Any] = field(default_factory=dict)
     started: str = ""
     ended: str = ""
-    status: str = "running"  # running until an event says how it ended
+    status: str = "running"
     exit: int | None = None
     result: dict[str, Any] = field(default_factory=dict)
     seconds: float | None = None
     actor: str = ""
 
 
-@dataclass
+@dataclass(eq=False)
 class Server:
+    """A server in its latest known state."""
+
     run: str
     profile: str
     state: str
@@ -130,8 +148,10 @@ class Server:
     history: list[tuple[str, str]] = field(default_factory=list)  # (at, state)
 
 
-@dataclass
+@dataclass(eq=False)
 class Artifact:
+    """A file that a run made."""
+
     name: str
     path: str
     at: str
@@ -142,8 +162,10 @@ class Artifact:
     run: str | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class Benchmark:
+    """A benchmark record and the event that brought it."""
+
     bench: BenchRecord
     id: str
     at: str
@@ -151,8 +173,10 @@ class Benchmark:
     run: str | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class Plan:
+    """A plan, and what came of it."""
+
     plan: str
     action: str
     at: str
@@ -164,7 +188,7 @@ class Plan:
     outcome: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass
+@dataclass(eq=False)
 class Book:
     """A version of the project-state document."""
 

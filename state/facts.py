@@ -37,7 +37,7 @@ CAUSES: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 
 
-@dataclass
+@dataclass(eq=False)
 class Source:
     """Where a value comes from; all empty for a bare claim."""
 
@@ -47,7 +47,7 @@ class Source:
     note: str | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class Observation:
     """One saying of a value, by a machine or a person."""
 
@@ -62,7 +62,7 @@ class Observation:
     actor: str
 
 
-@dataclass
+@dataclass(eq=False)
 class Fact:
     """A key with what is believed of it, and what speaks against that."""
 

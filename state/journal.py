@@ -18,7 +18,6 @@ import contextlib
 import hashlib
 import json
 import os
-import secrets
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -377,6 +376,8 @@ class Journal:
             if connection.execute("SELECT count(*) FROM sqlite_schema").fetchone() != (0,):
                 raise RigbookError("journal.not-a-journal", f"{self.path} is an SQLite file, but not a rigbook journal")
             connection.execute(_SCHEMA)
+            import secrets  # only here: reading never needs it
+
             values = {"origin": secrets.token_hex(3), "redaction_key": secrets.token_hex(16), "created": _now()}
             connection.executemany("INSERT INTO meta VALUES (?, ?)", values.items())
             connection.execute(f"PRAGMA application_id={APPLICATION_ID}; PRAGMA user_version={SCHEMA_VERSION}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from state.book import Book
+from state.errors import USAGE, RigbookError
 from state.outline import STAGES
 from state.render import bench, people, work
 from state.render.text import code, escape, fact_table, host, prose, results, table, when
@@ -47,6 +48,18 @@ def render(book: Book) -> str:
         lines += [*content, ""] if any(content) else [f"_{nothing}_", ""]
     lines += ["---", "", *_colophon(book)]
     return _tidy(lines)
+
+
+def render_section(book: Book, ident: str) -> str:
+    """One section. Raises RigbookError `book.no-such-section` (exit code 2)."""
+    for known, title, body, nothing in SECTIONS:
+        if known == ident:
+            content = [*section_prose(book, ident), *body(book)]
+            return _tidy([f"## {title}", "", *(content if any(content) else [f"_{nothing}_"])])
+    names = ", ".join(known for known, *_ in SECTIONS)
+    raise RigbookError(
+        "book.no-such-section", f"the book has no section {ident!r}", hint=f"sections: {names}", exit_code=USAGE
+    )
 
 
 def headline(book: Book) -> str:

@@ -38,7 +38,7 @@ ctx = Context()
 
 def root() -> Path:
     """The project's directory: `-C DIR` (which must hold rigbook.toml), else found upwards from here."""
-    from state.project import find
+    from state.outline import find
 
     if ctx.directory is not None and not ctx.directory.is_dir():
         raise RigbookError("project.no-directory", f"{ctx.directory} is not a directory", exit_code=USAGE)
@@ -55,7 +55,7 @@ def project() -> Project:
 def journal(*, read_only: bool = False) -> Journal:
     """The project's journal, made on first use."""
     from state.journal import Journal
-    from state.project import journal_path
+    from state.outline import journal_path
 
     return Journal.open(journal_path(root()), read_only=read_only)
 
