@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
-from state.stats import Interval, median_of, min_detectable_effect, ngram_accept_len, ratio_interval, repetition_rate
+from state.stats import Interval, median_of, min_detectable_effect, ratio_interval
 
 __all__ = [
     "ACCEPT_LEN",
@@ -29,9 +29,7 @@ __all__ = [
     "from_dict",
     "inconsistencies",
     "judge",
-    "ngram_accept_len",
     "per_position",
-    "repetition_rate",
     "tok_s",
 ]
 

@@ -143,7 +143,7 @@ class Server:
     state: str
     at: str
     seq: int
-    detail: str | dict[str, Any] | None = None
+    detail: str | list[str] | dict[str, Any] | None = None
     host: str | None = None
     history: list[tuple[str, str]] = field(default_factory=list)  # (at, state)
 

@@ -121,7 +121,7 @@ class ServerState(Event):
     run: str
     profile: str
     state: ServerPhase
-    detail: str | dict[str, Any] | None = None
+    detail: str | list[str] | dict[str, Any] | None = None
 
 
 class PlanMade(Event):

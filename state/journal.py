@@ -122,6 +122,15 @@ class Verified:
     def ok(self) -> bool:
         return not self.problems
 
+    @property
+    def text(self) -> str:
+        """In one sentence."""
+        if self.problems:
+            return f"{len(self.problems)} problems in {self.events} events: {'; '.join(self.problems[:3])}"
+        more = f", {self.purged} purged" if self.purged else ""
+        more += f", {self.newer} of a newer rigbook" if self.newer else ""
+        return f"{self.events} events{more}, every chain is whole; head {self.head[0]} {self.head[1][:12]}"
+
 
 class Journal:
     """A journal, open. One connection per thread; every method may be called from any thread."""

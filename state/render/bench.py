@@ -34,6 +34,7 @@ def latest(book: Book) -> list[Benchmark]:
 def headline(book: Book) -> list[str]:
     """One table: what the drafter brings, per kind of prompts. Empty when nothing was measured."""
     rows = []
+    kinds = [one.bench.dataset.kind for one in latest(book)]
     for one in latest(book):
         bench = one.bench
         if not bench.arms:
@@ -42,7 +43,8 @@ def headline(book: Book) -> list[str]:
         verdict = verdict_of(bench)
         rows.append(
             [
-                f"{escape(KINDS.get(bench.dataset.kind, bench.dataset.kind))} ({escape(bench.name)})",
+                escape(KINDS.get(bench.dataset.kind, bench.dataset.kind))
+                + (f" ({escape(bench.name)})" if kinds.count(bench.dataset.kind) > 1 else ""),
                 _speed(base),
                 _speed(spec) if spec is not base else DASH,
                 f"**{escape(verdict.text)}**" + _badges(bench),
