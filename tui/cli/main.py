@@ -12,8 +12,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-import typer
-
 from state.errors import FAILED, USAGE, RigbookError
 from tui.cli.common import ctx, say
 
@@ -135,12 +133,19 @@ def dispatch(words: list[str], flags: set[str]) -> int:
         unknown = sorted(flags - set(COMMANDS[name].flags.split()))
         if unknown and "--help" not in words:
             raise RigbookError("usage", f"`rigbook {name}` has no --{unknown[0]}", exit_code=USAGE)
+    if words[:2] == ["book", "show"]:
+        from tui.cli.show import quickly
+
+        if quickly(words[2:]):
+            return 0
     result = build(name)(args=words or ["--help"], prog_name="rigbook", standalone_mode=True)
     return int(result or 0)
 
 
 def build(name: str | None) -> Any:
     """The typer application with only `name` loaded; the others are there by name and help text."""
+    import typer  # here, because the cheapest command does without it
+
     app = typer.Typer(
         help="A deck for one speculative-decoding rig.",
         epilog=EPILOG if name is None else None,
@@ -179,6 +184,8 @@ def _elsewhere() -> None:
 def _version(value: bool) -> None:
     if value:
         from importlib.metadata import version
+
+        import typer
 
         typer.echo(f"rigbook {version('rigbook')}")
         raise typer.Exit

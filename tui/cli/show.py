@@ -8,6 +8,26 @@ from state.errors import RigbookError
 from tui.cli.common import ctx, emit, root, say
 
 
+def quickly(words: list[str]) -> bool:
+    """Run `book show` when its arguments are the plain ones; False leaves the command line to typer."""
+    at: int | None = None
+    section = ""
+    rest = iter(words)
+    for word in rest:
+        name, joined, value = word.partition("=")
+        if name not in ("--at", "--section"):
+            return False
+        value = value if joined else next(rest, "")
+        if name == "--section" and value:
+            section = value
+        elif name == "--at" and value.isdecimal():
+            at = int(value)
+        else:
+            return False
+    show(at, section)
+    return True
+
+
 def show(at: int | None = None, section: str = "") -> None:
     """Print the book, or one section of it, as Markdown or JSON."""
     from state.book import open_book
