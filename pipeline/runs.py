@@ -27,7 +27,7 @@ from state.journal import Journal
 from state.project import Project, find
 
 POLL_SECONDS = 0.4
-STAGE_PACKAGES = ("pipeline/__init__.py", "pipeline/stages", "pipeline/eagle3")
+STAGE_PACKAGES = (str(Path(__file__).parent),)  # stages travel as source
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ async def _next_attempt(work: Work, link: Link, stem: str, again: bool) -> tuple
         job = known.get(run)
         if job is None:
             return run, None
-        if job.state == "running" or job.state == "unknown":
+        if job.state == "running":
             return run, job
         if run not in finished:
             if job.state == "finished" and job.exit == 0 and not again:
@@ -213,7 +213,7 @@ def _status_word(status: JobStatus) -> str:
     if status.state == "finished":
         if status.exit == 0:
             return "done"
-        return "stopped" if status.exit == 143 or status.signal in {"TERM", "SIGTERM"} else "failed"
+        return "stopped" if status.stopped or status.exit == 143 else "failed"
     return "lost"
 
 

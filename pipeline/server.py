@@ -169,9 +169,8 @@ async def _port_free(link: Link, what: Plan) -> None:
 
 async def listeners(link: Link) -> list[dict[str, Any]]:
     """Who listens on which TCP port of a host: {"port", "pid", "name", …}."""
-    async with await link.open_probe() as probe:
-        found: list[dict[str, Any]] = await probe.call("listeners")
-        return found
+    found: list[dict[str, Any]] = await (await link.probe()).call("listeners")
+    return found
 
 
 async def wait_ready(work: Work, name: str, run: str, *, stuck_seconds: float = STUCK_SECONDS) -> float:
