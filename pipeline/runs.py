@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from remote.jobs import JobSpec, JobStatus
-
 from remote import jobs
 from remote.connect import Link, Rig
+from remote.jobs import JobSpec, JobStatus
 from state import events
 from state.errors import REFUSED, UNREACHABLE, RigbookError
 from state.journal import Journal
@@ -228,13 +227,7 @@ def _last_words(log: Path, status: JobStatus) -> str | None:
     if status.state == "finished" and status.exit == 0:
         return None
     lines = log.read_bytes().decode(errors="replace").strip().splitlines() if log.exists() else []
-    how = (
-        status.state
-        if status.state != "finished"
-        else f"exit {status.exit}"
-        if status.signal is None
-        else status.signal
-    )
+    how = status.describe()
     return f"{how}; last line: {lines[-1][:300]}" if lines else how
 
 

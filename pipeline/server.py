@@ -15,12 +15,11 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from remote.jobs import JobSpec, JobStatus
-
 from pipeline.engines import ENGINES, Engine
 from pipeline.runs import STAGE_PACKAGES, Update, Work, job_key, run_folder, settle
 from remote import jobs
 from remote.connect import Link
+from remote.jobs import JobSpec, JobStatus
 from state import events
 from state.errors import FAILED, REFUSED, UNREACHABLE, UNVERIFIED, USAGE, RigbookError
 from state.project import Profile, Project
@@ -157,7 +156,10 @@ async def start(work: Work, name: str, *, wait: bool = True) -> str:
 async def _port_free(link: Link, what: Plan) -> None:
     for listener in await listeners(link):
         if listener["port"] == what.port:
-            holder = f"pid {listener['pid']} ({listener.get('name')})" if listener.get("pid") else "an unknown process"
+            named = [
+                f"pid {pid} ({command})" for pid, command in zip(listener["pids"], listener["commands"], strict=True)
+            ]
+            holder = ", ".join(named) or "a process of somebody else"
             raise RigbookError(
                 "serve.port-taken",
                 f"port {what.port} is taken by {holder}",
@@ -168,7 +170,7 @@ async def _port_free(link: Link, what: Plan) -> None:
 
 
 async def listeners(link: Link) -> list[dict[str, Any]]:
-    """Who listens on which TCP port of a host: {"port", "pid", "name", …}."""
+    """Who listens on which TCP port of a host: {"port", "address", "pids", "commands", …}."""
     found: list[dict[str, Any]] = await (await link.probe()).call("listeners")
     return found
 

@@ -301,6 +301,13 @@ class LocalLink(Link):
             yield channel
         finally:
             await channel.close()
+            try:
+                await asyncio.wait_for(process.wait(), ENDING)
+            except TimeoutError:
+                channel.signal("KILL")  # as sshd does to a session whose client has gone
+                await process.wait()
+            # A child that kept our pipes would keep the transport too, past the end of the event loop.
+            process._transport.close()  # type: ignore[attr-defined]
 
 
 class Rig:

@@ -1,0 +1,225 @@
+"""Runs: recorded exactly once, whatever dies; a stage in a job on a real host (the local route, real processes)."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.runs import Outcome, Update, open_work, run_folder, settle_all
+from pipeline.stage_runner import done_manifest, run_module
+from remote import jobs
+from state import events
+from state.errors import RigbookError
+from state.journal import Journal
+from state.project import journal_path
+
+REPOSITORY = Path(__file__).parents[1]
+TOML = """
+[project]
+name = "runs"
+[hosts.here]
+kind = "local"
+state_dir = "{root}/jobs"
+[envs.train]
+host = "here"
+python = "{python}"
+[target]
+path = "{root}/model"
+[pipeline]
+host = "here"
+env = "train"
+workdir = "{root}/work"
+"""
+# Stands for a stage of the pipeline: rows one by one, a fact, a warning, a result.
+TOY = '''
+"""Toy stage."""
+import time
+from pipeline.stages.protocol import JsonlAppender, main
+def run(stage):
+    rows = JsonlAppender(stage.out / "rows.jsonl")
+    for i in range(stage.settings["rows"]):
+        if i not in rows.done:
+            time.sleep(stage.settings["pause"])
+            rows.append({"id": i})
+            stage.progress(len(rows.rows), stage.settings["rows"], "rows")
+    stage.fact("target.toy", 42, "things")
+    stage.warn("toy.check", "look at this")
+    stage.artifact("rows.jsonl", stage.out / "rows.jsonl")
+    if stage.settings.get("refuse"):
+        stage.refuse("toy.refused", "because the test says so")
+    return {"rows": {"in": stage.settings["rows"], "out": len(rows.rows), "errors": 0, "skipped": 0}}
+main(run)
+'''
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "rigbook.toml").write_text(TOML.format(root=tmp_path, python=sys.executable))
+    return tmp_path
+
+
+def wanted(root: Path, **settings: Any) -> dict[str, Any]:
+    return {
+        "stage": "toy",
+        "out": f"{root}/work/toy",
+        "inputs": {},
+        "settings": {"rows": 5, "pause": 0.0, **settings},
+    }
+
+
+@pytest.fixture(autouse=True)
+def toy_module(tmp_path: Path) -> Any:
+    """The toy ships like any stage: from the package's own folder."""
+    path = REPOSITORY / "pipeline" / "stages" / "toy_for_tests.py"
+    path.write_text(TOY)
+    yield
+    path.unlink()
+
+
+def go(root: Path, spec: dict[str, Any]) -> tuple[Outcome, list[Update]]:
+    seen: list[Update] = []
+
+    async def work() -> Outcome:
+        async with open_work(root, seen.append) as opened:
+            return await run_module(opened, "toy", "toy_for_tests", spec, what="stage")
+
+    return asyncio.run(work()), seen
+
+
+def recorded(root: Path) -> list[events.Event]:
+    journal = Journal.open(journal_path(root), read_only=True)
+    try:
+        assert journal.verify().ok
+        return [record.event for record in journal.records()]
+    finally:
+        journal.close()
+
+
+def test_a_run_is_in_the_book_with_what_it_said(root: Path) -> None:
+    outcome, seen = go(root, wanted(root))
+    assert (outcome.status, outcome.exit) == ("done", 0)
+    kinds = [type(e).__name__ for e in recorded(root)]
+    assert kinds == ["RunStarted", "FactObserved", "Warned", "ArtifactMade", "RunFinished"]
+    fact = next(e for e in recorded(root) if isinstance(e, events.FactObserved))
+    assert (fact.key, fact.value, fact.unit, fact.source.run, fact.source.host) == (
+        "target.toy",
+        42,
+        "things",
+        outcome.run,
+        "here",
+    )
+    assert {"started", "progress", "result", "done"} <= {u.kind for u in seen}
+
+
+def test_a_failure_is_recorded_with_its_sentence_and_the_next_run_is_a_new_one(root: Path) -> None:
+    outcome, _ = go(root, wanted(root, refuse=True))
+    assert (outcome.status, outcome.exit) == ("failed", 3)
+    with pytest.raises(RigbookError) as caught:
+        outcome.check("toy", "here")
+    assert caught.value.exit_code == 3 and "because the test says so" in str(caught.value)
+    finished = [e for e in recorded(root) if isinstance(e, events.RunFinished)]
+    assert finished[0].result["error"] == "because the test says so"
+    again, _ = go(root, wanted(root, refuse=True))
+    assert again.run != outcome.run
+
+
+def test_done_is_found_done_until_something_changes(root: Path) -> None:
+    go(root, wanted(root))
+
+    async def found(spec: dict[str, Any]) -> bool:
+        async with open_work(root) as work:
+            return await done_manifest(await work.rig.link("here"), spec) is not None
+
+    assert asyncio.run(found(wanted(root)))
+    assert not asyncio.run(found(wanted(root, rows=6)))
+
+
+CONTROLLER = """
+import asyncio, json, sys
+from pathlib import Path
+from pipeline.runs import open_work
+from pipeline.stage_runner import run_module
+async def work():
+    async with open_work(Path(sys.argv[1])) as opened:
+        await run_module(opened, "toy", "toy_for_tests", json.loads(sys.argv[2]), what="stage")
+asyncio.run(work())
+"""
+
+
+def controller(root: Path, spec: dict[str, Any]) -> subprocess.Popen[bytes]:
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.Popen([sys.executable, "-c", CONTROLLER, str(root), json.dumps(spec)], env=env)
+
+
+def until(condition: Any, process: subprocess.Popen[bytes], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None or condition(), "the controller ended too early"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("moment", ["submitted", "working", "ended"])
+def test_a_killed_controller_loses_nothing_and_records_once(root: Path, moment: str) -> None:
+    spec = wanted(root, rows=30, pause=0.1 if moment != "ended" else 0.02)
+    rows, manifest = root / "work" / "toy" / "rows.jsonl", root / "work" / "toy" / "manifest.json"
+    first = controller(root, spec)
+    reached = {
+        "submitted": lambda: any((root / "jobs" / "jobs").glob("toy-*/spec.json")),
+        "working": lambda: rows.exists() and rows.stat().st_size > 60,
+        "ended": manifest.exists,
+    }[moment]
+    until(reached, first)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    outcome, _ = go(root, spec)
+    assert outcome.status == "done"
+    assert [json.loads(line)["id"] for line in rows.read_text().splitlines()] == list(range(30))
+    found = recorded(root)
+    assert [e.status for e in found if isinstance(e, events.RunFinished)] == ["done"]
+    assert len([e for e in found if isinstance(e, events.FactObserved)]) == 1
+
+
+def test_a_killed_stage_is_recorded_as_failed_and_the_next_attempt_goes_on(root: Path) -> None:
+    spec = wanted(root, rows=30, pause=0.1)
+    rows = root / "work" / "toy" / "rows.jsonl"
+    first = controller(root, spec)
+    until(lambda: rows.exists() and rows.stat().st_size > 60, first)
+    (start,) = (root / "jobs" / "jobs").glob("toy-*/start.json")
+    os.kill(json.loads(start.read_text())["pid"], signal.SIGKILL)
+    assert first.wait(60) == 0
+    outcome, _ = go(root, spec)
+    assert outcome.status == "done"
+    assert [json.loads(line)["id"] for line in rows.read_text().splitlines()] == list(range(30))
+    assert [e.status for e in recorded(root) if isinstance(e, events.RunFinished)] == ["failed", "done"]
+
+
+def test_what_ended_while_nobody_looked_is_settled_once(root: Path) -> None:
+    spec = wanted(root, rows=10, pause=0.05)
+    first = controller(root, spec)
+    until(lambda: any((root / "jobs" / "jobs").glob("toy-*/start.json")), first)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+
+    async def settle() -> list[Outcome]:
+        async with open_work(root) as work:
+            (job,) = [j for j in await jobs.list_jobs(await work.rig.link("here"))]
+            await jobs.wait(await work.rig.link("here"), job.id)
+            return [*await settle_all(work), *await settle_all(work)]
+
+    (outcome,) = asyncio.run(settle())
+    assert outcome.status == "done"
+    assert run_folder_events(root, outcome.run)
+
+
+def run_folder_events(root: Path, run: str) -> bytes:
+    from state.project import load
+
+    return (run_folder(load(root), run) / "events.jsonl").read_bytes()
