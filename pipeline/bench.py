@@ -7,12 +7,9 @@ slower favours neither. Nothing is dropped: a round that failed is in the record
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import asdict
-from typing import Any
-
-from state.ngrams import lookup_accept_length, repetition_rate
+from typing import Any, Literal
 
 from pipeline import server
 from pipeline.recipe import folder, pipeline_of
@@ -20,10 +17,10 @@ from pipeline.runs import Update, Work
 from pipeline.stage_runner import read_json, read_jsonl, run_module
 from state import benchmarks as book
 from state import events
-from state.benchmarks import Arm, BenchRecord, Dataset, Round, Settings
-from state.errors import RigbookError
+from state.benchmarks import Arm, BenchRecord, Dataset, DatasetKind, Round, Settings
+from state.ngrams import lookup_accept_length, repetition_rate
 
-KINDS = ("self", "people")
+KINDS: tuple[Literal["self", "people"], ...] = ("self", "people")
 
 
 async def compare(work: Work, baseline: str, speculative: str) -> list[BenchRecord]:
@@ -92,7 +89,7 @@ async def _measure(work: Work, run: str, names: tuple[str, str]) -> list[BenchRe
 
 
 async def _round(
-    work: Work, run: str, name: str, kind: str, number: int, order: int
+    work: Work, run: str, name: str, kind: DatasetKind, number: int, order: int
 ) -> tuple[Round, list[dict[str, Any]]]:
     """One kind of prompt, asked of one launch. A round that failed is excluded with its reason, not dropped."""
     settings = pipeline_of(work.project).bench
@@ -121,20 +118,15 @@ async def _round(
     one = Round(
         order=order,
         run=outcome.run,
-        **{
-            key: result.get(key)
-            for key in (
-                "requests",
-                "errors",
-                "output_tokens",
-                "seconds",
-                "tok_s",
-                "verify_steps",
-                "accepted_drafts",
-                "proposed_drafts",
-                "accept_len",
-            )
-        },
+        requests=result["requests"],
+        errors=result["errors"],
+        output_tokens=result["output_tokens"],
+        seconds=result["seconds"],
+        tok_s=result["tok_s"],
+        verify_steps=result.get("verify_steps"),
+        accepted_drafts=result.get("accepted_drafts"),
+        proposed_drafts=result.get("proposed_drafts"),
+        accept_len=result.get("accept_len"),
         accept_histogram=result.get("accept_histogram") or [],
         per_position=result.get("per_position") or [],
     )
@@ -145,7 +137,7 @@ async def _round(
 async def _record(
     work: Work,
     run: str,
-    kind: str,
+    kind: DatasetKind,
     arms: dict[str, Arm],
     outputs: dict[str, list[dict[str, Any]]],
     infos: dict[str, dict[str, Any]],
@@ -215,6 +207,3 @@ def _system(infos: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """What the server says about the machine that it runs on; the same for both arms."""
     info = next(iter(infos.values()), {})
     return {key: info[key] for key in ("cpu", "threads", "torch", "device", "gpu") if key in info}
-
-
-__all__ = ["KINDS", "RigbookError", "compare", "json"]

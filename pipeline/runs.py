@@ -14,6 +14,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from remote.connect import Link, Rig
 from remote.jobs import JobSpec, JobStatus
 from state import events
 from state.errors import REFUSED, UNREACHABLE, RigbookError
+from state.events import RunKind, RunStatus
 from state.journal import Journal
 from state.project import Project, find
 
@@ -54,7 +56,7 @@ class Outcome:
     """How a run ended. `status` is one of done, failed, lost, stopped, skipped."""
 
     run: str
-    status: str
+    status: RunStatus
     exit: int | None
     result: dict[str, Any]
     seconds: float
@@ -90,7 +92,7 @@ async def run_job(
     host: str,
     *,
     name: str,
-    what: str,
+    what: RunKind,
     argv: list[str],
     files: dict[str, bytes],
     env: dict[str, str],
@@ -192,7 +194,7 @@ async def settle(work: Work, link: Link, run: str, name: str) -> Outcome:
     with contextlib.suppress(RigbookError):
         await jobs.mirror(link, run, folder)
     said = [event for _, event in event_lines(folder / "events.jsonl")]
-    result = next((e["result"] for e in reversed(said) if e["kind"] == "result"), {})
+    result: dict[str, Any] = next((e["result"] for e in reversed(said) if e["kind"] == "result"), {})
     error = next((e["message"] for e in reversed(said) if e["kind"] == "error"), None)
     outcome = Outcome(
         run,
@@ -208,7 +210,7 @@ async def settle(work: Work, link: Link, run: str, name: str) -> Outcome:
     return outcome
 
 
-def _status_word(status: JobStatus) -> str:
+def _status_word(status: JobStatus) -> RunStatus:
     if status.state == "finished":
         if status.exit == 0:
             return "done"
@@ -243,7 +245,7 @@ def _facts(said: list[dict[str, Any]], run: str, host: str) -> list[events.Event
                     confidence="measured",
                     owner="machine",
                     source=events.Source(host=host, run=run),
-                    observed_at=event["t"],
+                    observed_at=datetime.fromtimestamp(event["t"], UTC),
                 )
             )
         elif event["kind"] == "artifact":

@@ -13,6 +13,7 @@ import json
 import shlex
 import time
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from pipeline.engines import ENGINES, Engine
@@ -227,7 +228,7 @@ async def wait_ready(work: Work, name: str, run: str, *, stuck_seconds: float = 
                 confidence="measured",
                 owner="machine",
                 source=events.Source(host=what.host, run=run),
-                observed_at=time.time(),
+                observed_at=datetime.now(UTC),
             ),
         )
     work.report(Update(run, name, "ready", {"seconds": seconds, "port": what.port}))

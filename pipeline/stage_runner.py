@@ -6,10 +6,11 @@ import json
 from typing import Any
 
 from pipeline import server
-from pipeline.recipe import StageDef, folder, pipeline_of, spec
-from pipeline.runs import Outcome, Update, Work, finished_runs, job_key, run_job, settle_all
+from pipeline.recipe import StageDef, pipeline_of, spec
+from pipeline.runs import Outcome, Update, Work, job_key, run_job, settle_all
 from remote.connect import Link
 from state.errors import RigbookError
+from state.events import RunKind
 
 
 async def run_stages(work: Work, stages: list[StageDef]) -> dict[str, Outcome]:
@@ -37,7 +38,7 @@ async def run_stage(work: Work, stage: StageDef) -> Outcome:
 
 
 async def run_module(
-    work: Work, name: str, module: str, wanted: dict[str, Any], *, what: str, again: bool = False
+    work: Work, name: str, module: str, wanted: dict[str, Any], *, what: RunKind, again: bool = False
 ) -> Outcome:
     """Run a stage module as a job on the pipeline's host, with `wanted` as its spec."""
     pipeline = pipeline_of(work.project)
@@ -84,4 +85,6 @@ async def read_json(link: Link, path: str) -> dict[str, Any] | None:
     return value
 
 
-__all__ = ["done_manifest", "finished_runs", "folder", "read_json", "run_module", "run_stage", "run_stages"]
+async def read_jsonl(link: Link, path: str) -> list[dict[str, Any]]:
+    """The rows of a JSONL file of a host."""
+    return [json.loads(line) for line in (await link.read(path)).splitlines() if line.strip()]

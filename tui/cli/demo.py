@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from state.errors import FINDINGS, UNVERIFIED, RigbookError
+from state.errors import FINDINGS
 from tui.cli.common import ctx, emit, say, table, wait_for
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def headline(book: Any) -> str:
 
     rows = []
     for entry in book.benchmarks:
-        record = getattr(entry, "bench", entry)
+        record = entry.bench
         for arm in record.arms:
             speed = benchmarks.tok_s(arm)
             length = benchmarks.accept_len(arm) if arm.speculative else None
@@ -226,6 +226,3 @@ def watch(directory: Path, keep_going: bool) -> None:
     from tui.app import open_app
 
     raise typer.Exit(open_app(directory=directory))
-
-
-__all__ = ["UNVERIFIED", "RigbookError", "demo"]

@@ -59,7 +59,7 @@ def _summary(book: Any, unreachable: dict[str, str]) -> str:
 
     lines = [f"{book.project.name}: version {book.seq}"]
     lines += [f"unreachable: {name}: {why}" for name, why in unreachable.items()]
-    working = [run for run in book.runs.values() if run.status in {None, "running"}]
+    working = [run for run in book.runs.values() if run.status == "running"]
     lines.append("in progress: " + (", ".join(run.run for run in working) or "nothing"))
     if book.benchmarks:
         lines += ["", headline(book)]
@@ -137,10 +137,9 @@ def explain(id: str = typer.Argument(..., help="An error id or check id, e.g. st
 
 def explanations() -> dict[str, str]:
     """The tables of all rooms, joined."""
-    from state.explain import EXPLAIN as BOOK
-
     from pipeline.explain import EXPLAIN as WORK
     from remote.explain import EXPLAIN as RIG
+    from state.explain import EXPLAIN as BOOK
     from tui.explain import EXPLAIN as DESK
 
     return {**BOOK, **RIG, **WORK, **DESK}

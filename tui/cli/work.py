@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import typer
 
-from state.errors import FINDINGS, UNREACHABLE
-from tui.cli.common import confirm, ctx, emit, journal, project, root, say, table, wait_for
+from state.errors import UNREACHABLE
+from tui.cli.common import confirm, ctx, emit, project, root, table, wait_for
 
 serve = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 runs = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
@@ -28,9 +27,10 @@ def run(
 
     chosen = recipe.select(list(stages or []), from_ or None, until or None)
     if (not stages and not from_ and not until) or ctx.dry_run:
-        rows = wait_for(_states(chosen))
-        text = table([[r["stage"], r["state"], r["folder"], r["help"]] for r in rows], ["stage", "state", "folder", ""])
-        emit(rows, text)
+        states = wait_for(_states(chosen))
+        cells = [[r["stage"], r["state"], r["folder"], r["help"]] for r in states]
+        text = table(cells, ["stage", "state", "folder", ""])
+        emit(states, text)
         return
     from pipeline.stage_runner import run_stages
     from tui.cli.demo import Console
@@ -49,7 +49,7 @@ def run(
     )
 
 
-async def _states(chosen: list[Any]) -> list[dict[str, Any]]:
+async def _states(chosen: list[Any]) -> list[dict[str, str]]:
     from pipeline import recipe
     from pipeline.runs import open_work
     from pipeline.stage_runner import done_manifest
@@ -75,15 +75,13 @@ def runs_list() -> None:
     """Every run that the book knows, newest last."""
     from state.book import open_book
 
-    rows = [
-        {"run": r.run, "what": r.what, "name": r.name, "host": r.host, "status": r.status, "seconds": r.seconds}
-        for r in open_book(root()).runs.values()
-    ]
+    found = list(open_book(root()).runs.values())
+    names = ("run", "what", "name", "host", "status", "seconds")
     text = table(
-        [[r["run"], r["what"], r["host"] or "", r["status"] or "", _seconds(r["seconds"])] for r in rows],
+        [[r.run, r.what, r.host or "", r.status, _seconds(r.seconds)] for r in found],
         ["run", "what", "host", "status", "time"],
     )
-    emit(rows, text)
+    emit([{name: getattr(r, name) for name in names} for r in found], text)
 
 
 @runs.command("show")
@@ -92,7 +90,6 @@ def runs_show(run: str = typer.Argument(..., help="The run's id; a unique beginn
     from dataclasses import asdict
 
     from state.book import open_book
-
     from state.errors import USAGE, RigbookError
 
     known = open_book(root()).runs
@@ -236,11 +233,7 @@ def bench_list() -> None:
     from dataclasses import asdict
 
     from state.book import open_book
-
     from tui.cli.demo import headline
 
     book = open_book(root())
-    emit([asdict(getattr(entry, "bench", entry)) for entry in book.benchmarks], headline(book))
-
-
-__all__ = ["FINDINGS", "bench", "journal", "run", "runs", "say", "serve", "time"]
+    emit([asdict(entry) for entry in book.benchmarks], headline(book))
