@@ -64,6 +64,10 @@ class Link(ABC):
         self._probe: Probe | None = None
         self._probe_lock = asyncio.Lock()
 
+    def route(self) -> dict[str, str]:
+        """How we got there, in words: kind, and for SSH address, user and host key."""
+        return {"route": "local"}
+
     @abstractmethod
     def _open(self, command: str) -> contextlib.AbstractAsyncContextManager[Channel]:
         """Start `command` in the login shell. Lost when the link is gone, RigbookError when it cannot be made."""
@@ -129,14 +133,16 @@ class Link(ABC):
         try:
             async with self._open(command) as channel:
                 work = asyncio.gather(
-                    _feed(channel, line, feed),
                     _drain(channel.read, markers[0], out),
                     _drain(channel.read_error, markers[1], err),
                 )
+                feeding = asyncio.ensure_future(_feed(channel, line, feed))
                 try:
                     # The far side's own deadline comes first; ours is for a far side that has stopped answering.
                     await asyncio.wait_for(work, None if timeout is None else timeout + ENDING)
                     code, signal_name = await asyncio.wait_for(channel.end(), None if timeout is None else ENDING)
+                    if feeding.done() and not feeding.cancelled() and (failed := feeding.exception()):
+                        raise failed
                 except TimeoutError:
                     for name in ("TERM", "KILL"):
                         with contextlib.suppress(Exception):
@@ -147,6 +153,8 @@ class Link(ABC):
                     with contextlib.suppress(Exception):
                         channel.signal("TERM")
                     raise
+                finally:
+                    feeding.cancel()  # a command may end and leave its input unread
         except Lost as error:
             return Result("unknown", reason=f"the link was lost: {error}", host=self.name)
         if code is None and signal_name is None:
@@ -239,6 +247,11 @@ async def _feed(channel: Channel, line: bytes, feed: Feed) -> None:
         await channel.eof()
     except BrokenPipeError:
         return  # it ended without reading its input, as `true` does; its exit code tells
+    except Exception:
+        # Our source failed: the command must not take what came so far for all of it, nor wait for more.
+        channel.signal("TERM")
+        await channel.eof()
+        raise
 
 
 async def _drain(read: Callable[[], object], marker: shell.Marker, sink: Sink) -> None:

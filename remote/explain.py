@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 EXPLAIN: dict[str, str] = {
+    "clean.bad-plan": "The file is not a plan of rigbook's, or of another version. Make a new one: rigbook clean.",
+    "clean.other-host": "A plan names processes of one host and is never carried out on another.",
     "demo.host-not-started": "A played host of the demo ended at once. Its host.log in the demo's folder says why; a "
     "full disk and a folder on a file system without locks are the usual reasons.",
     "file.denied": "The far side refused the file. Nothing was changed. Look at the owner and mode of its directory.",

@@ -28,15 +28,16 @@ State = Literal["running", "finished", "vanished", "lost_reboot", "unknown", "ab
 ENDED = frozenset({"finished", "vanished", "lost_reboot"})
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 SUBMIT_S = 120.0
+SOURCE = Path(__file__).resolve().parents[1]  # where our own packages lie, installed or not
 
 
 @dataclass(frozen=True)
 class JobSpec:
     """What to run. `{job}` in argv, env and cwd becomes the job's absolute directory there.
 
-    `files` (relative name -> content) land in the job directory; `packages` are local Python source directories that
-    land under its `src/`, which comes first on PYTHONPATH. The working directory is the job directory unless `cwd` says
-    otherwise.
+    `files` (relative name -> content) land in the job directory. `packages` are Python sources that travel: a
+    directory of yours, or a path relative to our own packages ("pipeline/stages"). They land under its `src/`, which
+    comes first on PYTHONPATH. The working directory is the job directory unless `cwd` says otherwise.
     """
 
     id: str
@@ -147,13 +148,15 @@ def _tree(spec: JobSpec) -> dict[str, bytes | Path]:
     """The job directory as it travels."""
     tree: dict[str, bytes | Path] = dict(spec.files)
     for package in spec.packages:
-        root = Path(package)
-        if not root.is_dir():
-            raise RigbookError("job.no-package", f"{package} is not a directory", exit_code=USAGE)
-        for file in sorted(root.rglob("*")):
-            hidden = any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(root).parts)
-            if file.is_file() and not hidden:
-                tree[f"src/{root.name}/{file.relative_to(root).as_posix()}"] = file
+        # Absolute: some directory, by its own name. Relative: a part of what is installed beside us, at its place.
+        root = SOURCE / package
+        base = root.parent if Path(package).is_absolute() else SOURCE
+        if not root.exists():
+            raise RigbookError("job.no-package", f"{root} is not there", exit_code=USAGE)
+        for file in [root] if root.is_file() else sorted(root.rglob("*")):
+            place = file.relative_to(base)
+            if file.is_file() and not any(part.startswith(".") or part == "__pycache__" for part in place.parts):
+                tree[f"src/{place.as_posix()}"] = file
     plain = {"argv": list(spec.argv), "cwd": spec.cwd, "env": dict(spec.env), "name": spec.name, "run": spec.run}
     digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
     record = {"v": 1, "id": spec.id, **plain, "digest": digest}

@@ -136,6 +136,16 @@ class SSHLink(Link):
         lane = await self._take()
         await self._give(lane)
 
+    def route(self) -> dict[str, str]:
+        found = {"route": "ssh", "target": self.host.ssh or ""}
+        for lane in self._lanes:
+            key = lane.connection.get_server_host_key()
+            peer = lane.connection.get_extra_info("peername") or ("", "")
+            found["address"] = f"{peer[0]}:{peer[1]}"
+            found["user"] = str(lane.connection.get_extra_info("username"))
+            found["host_key"] = key.get_fingerprint() if key else ""
+        return found
+
     def break_lanes(self) -> None:
         """Cut every connection as a dying network would (for tests)."""
         for lane in self._lanes:

@@ -74,13 +74,13 @@ async def test_what_a_job_is_given(link: Link, tmp_path: Path) -> None:
         argv=[
             sys.executable,
             "-c",
-            "import os,sys,greeting; print(greeting.WORD, *sys.argv[1:]); print(os.getcwd());"
+            "import os,sys,greeting,remote.probe.procs; print(greeting.WORD, *sys.argv[1:]); print(os.getcwd());"
             "print(open('conf.json').read(), os.environ['X'], os.environ['RIGBOOK_JOB'], os.environ['RIGBOOK_RUN'])",
             "{job}/out",
         ],
         env={"X": "{job}/x"},
         files={"conf.json": b'{"a": 1}'},
-        packages=[str(package)],
+        packages=[str(package), "remote/__init__.py", "remote/probe"],
         run="run-7",
     )
     where = f"{await jobs.jobs_dir(link)}/given"

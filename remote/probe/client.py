@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import secrets
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from remote import shell
 from remote.probe import ship
@@ -64,6 +64,12 @@ class Probe:
         if not answer["ok"]:
             raise RigbookError("probe.failed", f"probe call {name}: {answer['error']}", host=self._link.name)
         return answer
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     async def close(self) -> None:
         if not self.closed:

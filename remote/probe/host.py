@@ -200,7 +200,7 @@ def processes(all: bool = True) -> List[Dict[str, Any]]:
 
 
 def listeners() -> List[Dict[str, Any]]:
-    """Who listens on which TCP port. `pids` is empty when the owner belongs to another user whom we may not see."""
+    """Who listens on which TCP port. `pids` is empty (`pid` None) when the owner is one whom we may not see."""
     sockets = procs.listening()
     owners: Dict[str, List[int]] = {}
     for pid in procs.pids():
@@ -210,7 +210,16 @@ def listeners() -> List[Dict[str, Any]]:
     found = []
     for inode, entry in sockets.items():
         holders = owners.get(inode, [])
-        found.append(dict(entry, pids=holders, commands=[procs.command(pid, 120) for pid in holders]))
+        first = procs.stat(holders[0]) if holders else None
+        found.append(
+            dict(
+                entry,
+                pid=holders[0] if holders else None,
+                name=first.comm if first else None,
+                pids=holders,
+                commands=[procs.command(pid, 120) for pid in holders],
+            )
+        )
     return sorted(found, key=lambda entry: (entry["port"], entry["address"]))
 
 
