@@ -16,8 +16,9 @@ from state.benchmarks import BenchRecord
 from state.benchmarks import from_dict as bench_from_dict
 from state.errors import USAGE, RigbookError
 from state.facts import Fact, Observation, Source
-from state.journal import GENESIS, Journal, Record
+from state.journal import Journal
 from state.outline import Outline, journal_path, read_outline
+from state.record import GENESIS, Record
 
 if TYPE_CHECKING:
     from state.tables import Project

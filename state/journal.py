@@ -9,42 +9,40 @@ How it holds (each of these has a story behind it in somebody's bug tracker):
   that a leaked secret can be purged later and the chain still verifies. It finds accidents, not an attacker who
   rewrites everything; exports carry the head hash as an anchor.
 
-Reading imports no pydantic: `Record.body` is the plain body, `Record.event` the validated model, made when asked for.
+Reading imports no pydantic (`state.record`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import apsw
 
 from state.errors import REFUSED, RigbookError
-from state.upcasters import CURRENT, escape_bad_bytes, upcast
+from state.filesystem import NETWORK, file_system_of
+from state.record import COLUMNS, GENESIS, Record, Verified, chain_hash, decode, encode, record_of, sha256
+from state.upcasters import CURRENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from state.events import Event
 
+__all__ = ["GENESIS", "Journal", "Record", "Verified", "chain_hash"]
+
 T = TypeVar("T")
 
 SCHEMA_VERSION = 1
 APPLICATION_ID = 0x52494742  # "RIGB"
 BUSY_TIMEOUT_MS = 20_000  # a writer holds the lock for a millisecond; this long means that something is stuck
-GENESIS = "0" * 64
 
-_NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "sshfs", "ceph", "lustre", "gpfs", "afs", "beegfs", "gluster", "s3fs")
 
 _SCHEMA = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
@@ -69,67 +67,6 @@ CREATE TRIGGER event_unchanged BEFORE UPDATE ON event
 WHEN NEW.seq IS NOT OLD.seq OR NEW.hash IS NOT OLD.hash OR NEW.body IS NOT NULL
 BEGIN SELECT RAISE(ABORT, 'events are never changed'); END;
 """
-_COLUMNS = "seq, id, origin, counter, ts, actor, actor_kind, kind, v, body_sha256, body, prev_hash, hash"
-
-
-@dataclass
-class Record:
-    """One event as stored. `body` is None when it was purged."""
-
-    seq: int  # the book's version after this event
-    id: str  # the same in every copy: origin.counter
-    origin: str
-    counter: int
-    ts: str  # RFC 3339, UTC
-    actor: str
-    actor_kind: str  # machine, person or agent
-    kind: str
-    v: int
-    body: dict[str, Any] | None
-    hash: str
-
-    @property
-    def known(self) -> bool:
-        """False when a newer rigbook wrote this, so that this one cannot tell what it means."""
-        return self.v <= CURRENT.get(self.kind, 0)
-
-    @property
-    def current_body(self) -> dict[str, Any]:
-        """The body in its newest shape; empty when purged or not known."""
-        return upcast(self.kind, self.v, self.body)[0] if self.body is not None and self.known else {}
-
-    @cached_property
-    def event(self) -> Event | None:
-        """The event as a model; None when it was purged or is not known to this version."""
-        if self.body is None or not self.known:
-            return None
-        from state.events import parse
-
-        return parse(self.kind, self.v, self.body)
-
-
-@dataclass(frozen=True)
-class Verified:
-    """What `verify` found. `problems` is empty when every chain is whole."""
-
-    events: int
-    head: tuple[int, str]
-    problems: tuple[str, ...] = ()
-    purged: int = 0
-    newer: int = 0  # events of a newer rigbook: chained, but not understood
-
-    @property
-    def ok(self) -> bool:
-        return not self.problems
-
-    @property
-    def text(self) -> str:
-        """In one sentence."""
-        if self.problems:
-            return f"{len(self.problems)} problems in {self.events} events: {'; '.join(self.problems[:3])}"
-        more = f", {self.purged} purged" if self.purged else ""
-        more += f", {self.newer} of a newer rigbook" if self.newer else ""
-        return f"{self.events} events{more}, every chain is whole; head {self.head[0]} {self.head[1][:12]}"
 
 
 class Journal:
@@ -155,7 +92,7 @@ class Journal:
         if read_only and not path.exists():
             raise RigbookError("journal.absent", f"there is no journal at {path} yet")
         kind = file_system_of(path.parent)
-        if any(name in kind for name in _NETWORK_FILE_SYSTEMS):
+        if any(name in kind for name in NETWORK):
             raise RigbookError(
                 "journal.network-filesystem",
                 f"{path} is on a network file system ({kind}), where SQLite loses data",
@@ -211,7 +148,7 @@ class Journal:
         from state.redact import Redactor
 
         redactor = Redactor(self.meta("redaction_key"))
-        clean = [(kind, v, _encode(redactor.value(body))) for kind, v, body in bodies]
+        clean = [(kind, v, encode(redactor.value(body))) for kind, v, body in bodies]
         who = redactor.text(actor)
 
         def work() -> list[Record]:
@@ -229,7 +166,7 @@ class Journal:
                     counter += 1
                     # A clock that was set back must not reorder what one origin says.
                     ts = last_ts = max(_now(), last_ts)
-                    digest = _sha256(body)
+                    digest = sha256(body)
                     event_id = f"{origin}.{counter}"
                     header = (event_id, origin, counter, ts, who, actor_kind, kind, v, digest)
                     chained = chain_hash(previous, header)
@@ -240,7 +177,7 @@ class Journal:
                     )
                     seq = connection.last_insert_rowid()
                     records.append(
-                        Record(seq, event_id, origin, counter, ts, who, actor_kind, kind, v, _decode(body), chained)
+                        Record(seq, event_id, origin, counter, ts, who, actor_kind, kind, v, decode(body), chained)
                     )
                     previous = chained
             return records
@@ -252,10 +189,10 @@ class Journal:
     def records(self, since: int = 0, until: int | None = None) -> Iterator[Record]:
         """Events with since < seq <= until, in order. Read in one short transaction, so that a slow reader never
         keeps the write-ahead log from being rewound."""
-        sql = f"SELECT {_COLUMNS} FROM event WHERE seq > ? AND seq <= ? ORDER BY seq"
+        sql = f"SELECT {COLUMNS} FROM event WHERE seq > ? AND seq <= ? ORDER BY seq"
         limit = 2**62 if until is None else until
         rows = self._guarded(lambda: self._connection().execute(sql, (since, limit)).fetchall())
-        return (_record(row) for row in rows)
+        return (record_of(row) for row in rows)
 
     def head(self) -> tuple[int, str]:
         """(seq, hash) of the newest event; (0, zeros) of an empty journal."""
@@ -280,7 +217,7 @@ class Journal:
             for (line,) in connection.execute("PRAGMA integrity_check(20)"):
                 if line != "ok":
                     problems.append(f"SQLite: {line}")
-            return list(connection.execute(f"SELECT {_COLUMNS} FROM event ORDER BY seq"))
+            return list(connection.execute(f"SELECT {COLUMNS} FROM event ORDER BY seq"))
 
         rows = self._guarded(work)
         last: dict[str, tuple[int, str]] = {}
@@ -295,7 +232,7 @@ class Journal:
                 problems.append(f"event {seq}: its header does not match its hash")
             if body is None:
                 purged += 1
-            elif _sha256(body) != digest:
+            elif sha256(body) != digest:
                 problems.append(f"event {seq}: its body was changed")
             newer += v > CURRENT.get(kind, 0)
             last[origin] = (counter, chained)
@@ -448,15 +385,6 @@ def _transaction(connection: apsw.Connection) -> Iterator[None]:
         raise
 
 
-def chain_hash(previous: str, header: Sequence[str | int]) -> str:
-    """The hash of an event: over the one before it and its own header, which holds the hash of its body."""
-    return _sha256(json.dumps([previous, *header], separators=(",", ":"), ensure_ascii=True))
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def _now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
 
@@ -464,68 +392,3 @@ def _now() -> str:
 def _pragma(connection: apsw.Connection, name: str) -> int:
     row = connection.execute(f"PRAGMA {name}").fetchone()
     return int(row[0]) if row else 0
-
-
-def _encode(body: Any) -> str:
-    # The order of keys is kept: it is the order in which people read a table. The hash is over these very bytes.
-    return json.dumps(_tag_special(body), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-
-
-_SPECIAL = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
-
-
-def _tag_special(value: Any) -> Any:
-    """JSON has no NaN and no infinities: {"special": "NaN"} stands for them."""
-    if isinstance(value, float):
-        if value != value:
-            return {"special": "NaN"}
-        if value in (float("inf"), float("-inf")):
-            return {"special": "Infinity" if value > 0 else "-Infinity"}
-        return value
-    if isinstance(value, str):
-        return escape_bad_bytes(value)
-    if isinstance(value, dict):
-        return {escape_bad_bytes(str(key)): _tag_special(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_tag_special(inner) for inner in value]
-    return value
-
-
-def _untag(pairs: dict[str, Any]) -> Any:
-    if len(pairs) == 1 and pairs.get("special") in _SPECIAL:
-        return _SPECIAL[pairs["special"]]
-    return pairs
-
-
-def _decode(text: str) -> dict[str, Any]:
-    # The hook runs for every object, in Python: only where there is something for it to find.
-    body: dict[str, Any] = json.loads(text, object_hook=_untag if '"special"' in text else None)
-    return body
-
-
-def _record(row: Sequence[Any]) -> Record:
-    seq, event_id, origin, counter, ts, actor, actor_kind, kind, v, _digest, body, _previous, chained = row
-    decoded = None if body is None else _decode(body)
-    return Record(seq, event_id, origin, counter, ts, actor, actor_kind, kind, v, decoded, chained)
-
-
-def file_system_of(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
-    """The type of the file system that holds `folder` (or its nearest existing parent); "" when not known."""
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    try:
-        text = mounts.read_text("utf-8", "replace")
-        place = str(folder.resolve())
-    except OSError:
-        return ""
-    best, kind = "", ""
-    for line in text.splitlines():
-        head, _, tail = line.partition(" - ")
-        columns = head.split(" ")
-        if len(columns) < 5 or not tail:
-            continue
-        mount = columns[4].replace("\\040", " ").replace("\\011", "\t")
-        inside = place == mount or place.startswith(mount.rstrip("/") + "/")
-        if inside and len(mount) >= len(best):  # of several on one point, the last hides the others
-            best, kind = mount, tail.split(" ", 1)[0]
-    return kind

@@ -172,7 +172,8 @@ def is_secret_name(name: str) -> bool:
     if _NOT_SECRET.search(name):
         return False
     if name.isupper():
-        return not _ENV_WORDS.isdisjoint(name.split("_"))
+        glued = ("PASSWORD", "PASSWD", "SECRET", "APIKEY")  # as in PGPASSWORD
+        return not _ENV_WORDS.isdisjoint(name.split("_")) or name.endswith(glued)
     return bool(_NAME.fullmatch(name))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from state.journal import Record
+from state.record import Record
 from state.render.text import duration, quantity, size
 
 
