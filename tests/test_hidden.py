@@ -1,0 +1,116 @@
+"""Hidden states: those of each row alone, for the right tokens, resumed by shard, refused when wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.eagle3.frozen import Vocab, vocab_bytes
+from pipeline.eagle3.shards import read_shards
+from pipeline.eagle3.target import Target
+from pipeline.stages import hidden
+from pipeline.stages.protocol import Refused, write_jsonl
+from tests.lab.stage_run import run_stage
+from tests.lab.tiny_model import make_tiny_model
+
+VOCAB = Vocab(torch.arange(2, 384, 3), 384)
+
+
+@pytest.fixture
+def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    monkeypatch.setattr(hidden, "SHARD_ROWS", 4)
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for i in range(10):
+        length = int(torch.randint(6, 30, (1,), generator=generator))
+        ids = torch.randint(3, 384, (length,), generator=generator).tolist()
+        rows.append({"id": f"r{i}", "input_ids": ids, "loss_mask": [0] * 4 + [1] * (length - 4)})
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    (tmp_path / "vocab.safetensors").write_bytes(vocab_bytes(VOCAB))
+    model = make_tiny_model(tmp_path / "model")
+    return {"rows": tmp_path / "rows.jsonl", "vocab": tmp_path / "vocab.safetensors", "model": model}
+
+
+def run(tmp_path: Path, inputs: dict[str, Path], **settings: Any) -> dict[str, Any]:
+    return run_stage("hidden", tmp_path / "out", inputs, {"dtype": "float32", "batch_tokens": 80, **settings})
+
+
+def test_states_are_those_of_the_row_alone(tmp_path: Path, inputs: dict[str, Path]) -> None:
+    result = run(tmp_path, inputs)
+    assert result["layers"] == [2, 4, 5] and result["shards"] == 3
+    target = Target.load(inputs["model"], torch.float32)
+    made = read_shards(tmp_path / "out")
+    assert [row.id for row in made] == [f"r{i}" for i in range(10)]
+    for row in made:
+        alone = target.forward(row.tokens.unsqueeze(0), captures=(2, 4, 5))
+        assert alone.captures is not None
+        torch.testing.assert_close(row.aux.float(), alone.captures[0], rtol=1e-2, atol=1e-2)
+        final = alone.final[0][row.mask]
+        torch.testing.assert_close(row.last.float(), final, rtol=1e-2, atol=1e-2)
+        everything = torch.softmax(target.logits(final), -1)
+        chosen = VOCAB.target_ids[row.teacher_ids.long()]
+        torch.testing.assert_close(row.teacher_probs.float(), everything.gather(1, chosen), rtol=2e-2, atol=1e-4)
+        assert torch.equal(chosen[:, 0], VOCAB.target_ids[everything[:, VOCAB.target_ids].argmax(-1)])
+
+
+def test_a_stage_that_was_killed_makes_only_the_shards_that_are_missing(
+    tmp_path: Path, inputs: dict[str, Path]
+) -> None:
+    whole = run(tmp_path, inputs)
+    assert whole["shards_written_now"] == 3
+    out = tmp_path / "out"
+    before = {path.name: path.read_bytes() for path in out.glob("shard-*")}
+    (out / "manifest.json").unlink()
+    (out / "shard-00002.safetensors").unlink()
+    torn = out / "shard-00001.safetensors"
+    torn.write_bytes(torn.read_bytes()[:-100])
+    assert run(tmp_path, inputs)["shards_written_now"] == 2
+    assert {path.name: path.read_bytes() for path in out.glob("shard-*")} == before
+
+
+def test_states_that_leak_between_rows_of_a_batch_are_found(
+    tmp_path: Path, inputs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = Target.forward
+
+    def leaky(self: Target, tokens: Tensor, *args: Any, **more: Any) -> Any:
+        made = honest(self, tokens, *args, **more)
+        return dataclasses.replace(made, captures=made.captures + 0.1 * made.captures.mean(0, keepdim=True))
+
+    monkeypatch.setattr(Target, "forward", leaky)
+    with pytest.raises(Refused, match="leaks"):
+        run(tmp_path, inputs)
+
+
+def test_states_that_are_not_finite_are_refused(
+    tmp_path: Path, inputs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = Target.forward
+
+    def broken(self: Target, tokens: Tensor, *args: Any, **more: Any) -> Any:
+        made = honest(self, tokens, *args, **more)
+        made.captures[0, 1, 0] = float("nan")
+        return made
+
+    monkeypatch.setattr(Target, "forward", broken)
+    with pytest.raises(Refused, match="not finite"):
+        run(tmp_path, inputs)
+
+
+def test_a_full_disk_is_known_before_the_first_state(
+    tmp_path: Path, inputs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hidden.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    with pytest.raises(Refused, match="GB are free"):
+        run(tmp_path, inputs)
+    assert not list((tmp_path / "out").glob("shard-*"))
+
+
+def test_a_layer_that_the_target_lacks_is_refused(tmp_path: Path, inputs: dict[str, Path]) -> None:
+    with pytest.raises(Refused, match="8 layers"):
+        run(tmp_path, inputs, layers=[2, 4, 8])
