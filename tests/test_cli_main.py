@@ -1,0 +1,101 @@
+"""The command line: global flags anywhere, sentences for mistakes, and nothing heavy on light paths."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tui.cli.main import COMMANDS
+from tui.cli.status import explanations
+
+REPOSITORY = Path(__file__).parents[1]
+HEAVY = ("torch", "transformers", "textual", "asyncssh", "numpy", "aiohttp")
+
+
+def rigbook(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HOME": str(cwd), "NO_COLOR": "1"}
+    command = [sys.executable, "-m", "tui.cli.main", *words]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("words", [("--help",), *((name, "--help") for name in COMMANDS)])
+def test_help_shows_an_example_or_the_table(tmp_path: Path, words: tuple[str, ...]) -> None:
+    done = rigbook(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Usage: rigbook" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("bok",), "did you mean `rigbook book`?"),
+        (("-C",), "-C needs a directory"),
+        (("note", "--dry-run", "x"), "no --dry-run"),
+        (("-C", "nowhere", "book", "show"), "nowhere is not a directory"),
+        (("book", "show"), "rigbook.toml"),
+        (("explain", "stage.chnged"), "stage.changed"),
+        (("run", "--from", "nosuch"), "no stage named"),
+    ],
+)
+def test_mistakes_get_a_sentence_and_exit_2(tmp_path: Path, words: tuple[str, ...], says: str) -> None:
+    done = rigbook(*words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert says.lower() in done.stderr.lower()
+    assert "Traceback" not in done.stderr and done.stdout == ""
+
+
+def modules_after(code: str, cwd: Path) -> set[str]:
+    """Which heavy modules a light path has loaded."""
+    program = f"import sys\nsys.argv = ['rigbook']\n{code}\nprint([m for m in {HEAVY!r} if m in sys.modules])"
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HOME": str(cwd)}
+    done = subprocess.run([sys.executable, "-c", program], cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return set(eval(done.stdout.splitlines()[-1]))
+
+
+def run_code(*words: str) -> str:
+    # The command ends in SystemExit: let it, and look at what it loaded.
+    return f"from tui.cli.main import run\ntry:\n    run({list(words)!r})\nexcept SystemExit:\n    pass"
+
+
+@pytest.mark.parametrize(
+    ("words", "allowed"),
+    [
+        (("--help",), set()),
+        (("book", "show"), set()),
+        (("book", "log"), set()),
+        (("config", "check"), set()),
+        (("note", "a note"), set()),
+        (("exec", "here", "--", "true"), {"asyncssh"}),
+    ],
+)
+def test_light_paths_load_nothing_heavy(tmp_path: Path, words: tuple[str, ...], allowed: set[str]) -> None:
+    (tmp_path / "rigbook.toml").write_text('[project]\nname = "light"\n[hosts.here]\nkind = "local"\n')
+    assert rigbook("note", "first", cwd=tmp_path).returncode == 0
+    assert modules_after(run_code(*words), tmp_path) <= allowed
+
+
+def test_flags_behind_a_double_dash_are_the_commands_own(tmp_path: Path) -> None:
+    (tmp_path / "rigbook.toml").write_text('[project]\nname = "x"\n[hosts.here]\nkind = "local"\n')
+    done = rigbook("exec", "here", "--", "echo", "--json", "-C", "-y", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "--json -C -y\n")
+
+
+def test_json_is_one_document_on_stdout(tmp_path: Path) -> None:
+    assert json.loads(rigbook("--json", "explain", "stage.changed", cwd=tmp_path).stdout)["id"] == "stage.changed"
+    assert json.loads(rigbook("explain", "stage.changed", "--json", cwd=tmp_path).stdout)["id"] == "stage.changed"
+
+
+def test_every_error_id_in_the_sources_can_be_explained() -> None:
+    import re
+
+    known = explanations()
+    used = set()
+    for room in ("tui", "remote", "pipeline", "state"):
+        for file in (REPOSITORY / room).rglob("*.py"):
+            used |= set(re.findall(r'RigbookError\(\s*"([a-z][a-z0-9.-]+)"', file.read_text()))
+            used |= set(re.findall(r'\.refuse\(\s*"([a-z][a-z0-9.-]+)"', file.read_text()))
+    assert used - set(known) == set()
