@@ -14,18 +14,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from remote.inventory import probe_host
-from state.book import open_book
-from state.render import markdown
-
 from pipeline import bench, server
 from pipeline.demo_project import HOSTS, prepare, write
 from pipeline.recipe import BY_NAME, folder
 from pipeline.runs import Update, Work, open_work, settle_all
 from pipeline.stage_runner import read_json, run_module, run_stage
 from remote import cleanup, demo_rig, jobs
+from remote.inventory import probe_host
 from state import events
+from state.book import open_book
 from state.errors import USAGE, RigbookError
+from state.render import markdown
 
 PIPELINE_SECONDS = 12 * 60
 
@@ -139,8 +138,9 @@ async def crash_and_clean(demo: Demo) -> None:
     run = await server.start(work, "eagle3")
     link = await work.rig.link("llm")
     status = await jobs.status(link, run)
-    launchers = await _launchers(demo, status)
-    # As the kernel's out-of-memory killer would: no handler runs, nobody tidies up.
+    # The job's supervisor and the engine's launcher: all that would have tidied up. The worker stays.
+    launchers = [pid for pid in (status.supervisor, status.pid) if pid is not None]
+    # As the kernel's out-of-memory killer would: no handler runs.
     (await link.run(["kill", "-9", *map(str, launchers)])).check("killing the launcher")
     demo.note("clean", "killed", pids=launchers, run=run)
     deadline = time.monotonic() + 20
@@ -158,11 +158,6 @@ async def crash_and_clean(demo: Demo) -> None:
     demo.note("clean", "bystander", profile="baseline", health=code)
     if not outcome.verified or code != 200:
         raise RigbookError("demo.clean", f"the clean-up is not proved: {outcome.describe()}; baseline: {code}")
-
-
-async def _launchers(demo: Demo, status: jobs.JobStatus) -> list[int]:
-    """The job's supervisor and the engine's launcher: all that would have tidied up. Not the worker."""
-    raise NotImplementedError
 
 
 async def export(demo: Demo) -> None:
