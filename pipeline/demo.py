@@ -64,10 +64,10 @@ async def probe_and_target(demo: Demo) -> None:
             link = await demo.work.rig.link(name)
             found = await probe_host(link, demo.work.project)
             demo.work.journal.append(*found)
+            facts = {e.key: e.value for e in found if isinstance(e, events.FactObserved)}
+            demo.note("target", "host_facts", host=name, facts=facts)
             for event in found:
-                if isinstance(event, events.FactObserved):
-                    demo.note("target", "observed", key=event.key, value=event.value, unit=event.unit)
-                elif isinstance(event, events.ProbeFailed):
+                if isinstance(event, events.ProbeFailed):
                     demo.note("target", "warning", check="probe", message=f"{event.host}: {event.reason}")
     finally:
         await making

