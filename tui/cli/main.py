@@ -52,7 +52,10 @@ COMMANDS: dict[str, Command] = {
     "done": Command("tui.cli.people", "done", "Mark a next step as done."),
 }
 
-EPILOG = """With no command, `rigbook` opens the app on the project in this directory.
+APP_FLAGS = {"--write", "--no-mouse", "--ascii"}
+
+EPILOG = """With no command, `rigbook` opens the app on the project in this directory, read-only: `--write` unlocks it,
+`--no-mouse` leaves the mouse to the terminal, `--ascii` draws with letters only.
 
 Example:  rigbook demo --dir demo-rig && rigbook -C demo-rig book show
 
@@ -119,10 +122,10 @@ def take_global_flags(argv: list[str]) -> tuple[list[str], set[str]]:
 
 def dispatch(words: list[str], flags: set[str]) -> int:
     name = next((w for w in words if not w.startswith("-")), None)
-    if name is None and not (set(words) - {"--write"}) and sys.stdout.isatty():
+    if name is None and not (set(words) - APP_FLAGS) and not flags and sys.stdout.isatty():
         from tui.app import open_app
 
-        return open_app(write="--write" in words)
+        return open_app(write="--write" in words, mouse="--no-mouse" not in words, ascii_only="--ascii" in words)
     if name is not None and name not in COMMANDS:
         from difflib import get_close_matches
 

@@ -1,1 +1,0 @@
-"""The parts of the reference engine: arguments, model thread, requests, counters, HTTP."""
