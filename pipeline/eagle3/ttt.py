@@ -156,7 +156,7 @@ class _HeadKl(torch.autograd.Function):
             picked = q.gather(1, ids[at])  # [C, K]
             losses[at] = -(target[at].float() * picked.float().clamp_min(1e-30).log()).sum(-1)
             hits[at] = (picked[:, 0] >= q.amax(-1)).to(hidden.dtype)
-            grad[at] = q.scatter_add_(1, ids[at], -target[at]) @ head
+            grad[at] = q.scatter_(1, ids[at], picked - target[at]) @ head  # (a row's candidates are distinct)
         ctx.save_for_backward(grad.mul_(scale))
         ctx.mark_non_differentiable(hits)
         return (losses * scale.squeeze(-1)).sum(), hits

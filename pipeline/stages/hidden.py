@@ -11,10 +11,6 @@ has cost others weeks.
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

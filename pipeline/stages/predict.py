@@ -12,10 +12,6 @@ class that decodes, not training's code, so this also checks one against the oth
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
 from typing import Any
 
 import torch

@@ -11,12 +11,6 @@ step: only an annealed drafter is worth measuring. The number is in the checkpoi
 
 from __future__ import annotations
 
-import os
-
-# Threads that wait for each other must sleep: spinning while another process has the core costs ten times the speed.
-# (Read once, when torch loads its OpenMP.)
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
 import json
 import time
 from pathlib import Path

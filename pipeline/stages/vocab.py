@@ -10,10 +10,6 @@ token. The second part says which tokens that never came up in this data will co
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
 from typing import Any
 
 import torch
