@@ -66,6 +66,7 @@ def _variance(values: Sequence[float]) -> float:
 def _resampled(
     samples: Sequence[Sequence[float]], statistic: Callable[[Sequence[Sequence[float]]], float]
 ) -> list[float]:
+    samples = [sorted(sample) for sample in samples]  # the order of rounds must not decide what is drawn
     combinations = 1
     for sample in samples:
         combinations *= len(sample) ** len(sample)
