@@ -12,13 +12,14 @@ from state.facts import Fact, Source
 
 UNKNOWN = "unknown"
 
-_ACTIVE = re.compile(r"([\\`*<|])|(?<!\w)(_)|(_)(?!\w)|(\[)(?=[^\]]*\]\()")
+_ACTIVE = re.compile(r"([\\`*<|])|(&)(?=#?\w+;)|(~)(?=~)|(?<!\w)(_)|(_)(?!\w)|(\[)(?=[^\]]*\]\()")
+_ENTITIES = {"<": "&lt;", "&": "&amp;"}
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def escape(text: str) -> str:
     """Text that means itself inside a paragraph or a table cell, on one line."""
-    escaped = _ACTIVE.sub(lambda match: "&lt;" if match.group() == "<" else "\\" + match.group(), text.strip())
+    escaped = _ACTIVE.sub(lambda match: _ENTITIES.get(match.group()) or "\\" + match.group(), text.strip())
     return re.sub(r"\s*\n\s*", "<br>", escaped)
 
 
