@@ -65,5 +65,8 @@ EXPLAIN: dict[str, str] = {
     "train.resumed": "Training went on from its last checkpoint; the steps after it were done again.",
     "audit.failed": "The exported drafter is not what a server expects. Servers load such files without a word and "
     "accept nothing; each failed check says what is wrong.",
+    "load.no-prompts": "The prompts file is empty.",
+    "lossless.differs": "Greedy output with speculation differs from plain output in fp32, where rounding does not "
+    "explain it: the verify step is wrong, or two tokens are exactly as likely. lossless.json has the places.",
     "predict.row": "A held-out row could not be used for the prediction; it is counted.",
 }
