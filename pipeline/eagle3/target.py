@@ -11,10 +11,12 @@ heads, K key/value heads, G = N // K query heads that share one key/value head, 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
@@ -153,7 +155,7 @@ class Cache:
 
     def __init__(self, config: TargetConfig, rows: int, positions: int, dtype: torch.dtype) -> None:
         shape = (config.layers, rows, positions, 2, config.kv_heads, config.head_dim)
-        self.kv = torch.zeros(shape, dtype=dtype)
+        self.kv = lazy_zeros(shape, dtype)
         self.layers = list(self.kv.unbind(0))
         self.lengths = [0] * rows
         self.rows, self.positions = rows, positions
@@ -164,6 +166,12 @@ class Cache:
         self.kv[:, destination, :n] = self.kv[:, source, :n]
         self.lengths[destination] = n
         self.lengths[source] = 0
+
+
+def lazy_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros whose memory the system hands out page by page as it is written; `torch.zeros` writes it all at once."""
+    count = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(count, dtype=np.uint8)).view(dtype).view(*shape)
 
 
 @dataclass(frozen=True)

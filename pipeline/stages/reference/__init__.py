@@ -1,0 +1,1 @@
+"""The parts of the reference engine: arguments, model thread, requests, counters, HTTP."""
