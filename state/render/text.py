@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
+from math import isfinite
 from typing import Any
 
 from state.book import Book
@@ -46,7 +47,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[
 
 def number(value: float, digits: int = 4) -> str:
     """A number to read: significant digits for fractions, separators for large whole numbers."""
-    if value != value or value in (float("inf"), float("-inf")):
+    if not isfinite(value):
         return "NaN" if value != value else "infinity" if value > 0 else "-infinity"
     if isinstance(value, int) or (value == int(value) and abs(value) >= 10**digits):
         return f"{int(value):,}" if abs(value) >= 1_000_000 else str(int(value))
@@ -80,8 +81,8 @@ def quantity(value: Any, unit: str | None = None) -> str:
 
 def size(count: float) -> str:
     """Bytes in binary units."""
-    if count != count:
-        return "NaN"
+    if not isfinite(count):
+        return f"{number(count)} B"
     scaled, unit = float(count), 0
     while abs(scaled) >= 1024 and unit < len(_BINARY) - 1:
         scaled, unit = scaled / 1024, unit + 1
@@ -92,8 +93,8 @@ def duration(seconds: float | None) -> str:
     """Seconds as people say them."""
     if seconds is None:
         return UNKNOWN
-    if seconds != seconds:
-        return "NaN"
+    if not isfinite(seconds):
+        return f"{number(seconds)} s"
     if seconds < 100:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
