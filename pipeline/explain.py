@@ -48,8 +48,8 @@ EXPLAIN: dict[str, str] = {
     "tokenize.empty-mask": "No token is marked as response: training would look healthy and learn nothing.",
     "tokenize.rows": "Some rows could not be used; errors.jsonl beside the rows has each with its reason.",
     "tokenize.cut": "Rows were longer than `max_len` and were cut there; their ends are never learnt from.",
-    "tokenize.unfinished": "Many responses hit the token limit before they ended: raise pipeline.generate.max_tokens, or "
-    "the drafter never sees how answers end.",
+    "tokenize.unfinished": "Many responses hit the token limit before they ended: raise pipeline.generate.max_tokens, "
+    "or the drafter never sees how answers end.",
     "mix.overlap": "Training rows shared 13 tokens with held-out ones and were dropped; otherwise the benchmark would "
     "measure memory.",
     "mix.nothing-left": "Every training row overlaps with held-out ones: the prompts are not what you think.",

@@ -206,7 +206,8 @@ async def settle(work: Work, link: Link, run: str, name: str) -> Outcome:
     )
     if run not in finished_runs(work.journal):
         work.journal.append(*_facts(said, run, link.name), _finished(outcome))
-    work.report(Update(run, name, outcome.status, {"result": result, "seconds": outcome.seconds, "error": error}))
+    ended = {"result": result, "seconds": outcome.seconds, "error": outcome.error}
+    work.report(Update(run, name, outcome.status, ended))
     return outcome
 
 

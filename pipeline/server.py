@@ -231,7 +231,7 @@ async def wait_ready(work: Work, name: str, run: str, *, stuck_seconds: float = 
                 observed_at=datetime.now(UTC),
             ),
         )
-    work.report(Update(run, name, "ready", {"seconds": seconds, "port": what.port}))
+        work.report(Update(run, name, "ready", {"seconds": seconds, "port": what.port}))
     return seconds
 
 
