@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from pipeline import preflight
 from pipeline.engines import ENGINES, Engine
 from pipeline.runs import STAGE_PACKAGES, Update, Work, job_key, run_folder, settle
 from remote import jobs
@@ -23,7 +24,7 @@ from remote.connect import Link
 from remote.jobs import JobSpec, JobStatus
 from state import events
 from state.errors import FAILED, REFUSED, UNREACHABLE, UNVERIFIED, USAGE, RigbookError
-from state.project import Profile, Project
+from state.project import Project
 
 STUCK_SECONDS = 180.0  # no new log byte for this long while loading
 STOP_SECONDS = 20.0
@@ -63,7 +64,7 @@ def plan(project: Project, name: str) -> Plan:
         raise RigbookError(
             "server.engine", f"the engine {profile.engine!r} of profile {name!r} is not supported yet", exit_code=USAGE
         )
-    _sane(name, profile)
+    preflight.check(project, name)
     engine = ENGINES[profile.engine]
     server = {
         "model": project.target.path,
@@ -82,24 +83,6 @@ def plan(project: Project, name: str) -> Plan:
         port=profile.port,
         settings={"engine": profile.engine, **server},
     )
-
-
-def _sane(name: str, profile: Profile) -> None:
-    """What is known to fail without a word, refused before a model is loaded."""
-    speculative = profile.speculative
-    if speculative is None:
-        return
-    if profile.draft is None:
-        # SGLang loads the target a second time as its own drafter and crashes late (sglang #36528).
-        raise RigbookError("serve.no-draft", f"profile {name!r} speculates but names no draft model", exit_code=REFUSED)
-    if speculative.topk == 1 and speculative.draft_tokens != speculative.steps + 1:
-        # SGLang rewrites the number silently (speculative_hook.py); a benchmark must not carry a number that never ran.
-        raise RigbookError(
-            "serve.draft-tokens",
-            f"profile {name!r}: a chain of {speculative.steps} steps verifies {speculative.steps + 1} tokens, "
-            f"not {speculative.draft_tokens}",
-            exit_code=REFUSED,
-        )
 
 
 async def find_job(work: Work, name: str) -> JobStatus | None:

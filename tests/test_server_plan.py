@@ -51,6 +51,9 @@ vars = { NCCL_PROTO = "LL" }
     [
         ('speculative = { algorithm = "EAGLE3", steps = 2, draft_tokens = 3 }', "serve.no-draft"),
         ('draft = "/d"\nspeculative = { algorithm = "EAGLE3", steps = 2, draft_tokens = 5 }', "serve.draft-tokens"),
+        ('draft = "/d"\nspeculative = { algorithm = "EAGLE", steps = 2, draft_tokens = 3 }', "serve.eagle-flag"),
+        ('args = { kv-cache-dtype = "fp8_e5m2" }', "rules.forbidden"),
+        ('args = { kv_cache_dtype = "FP8_E4M3" }', "rules.forbidden"),
         ('engine = "vllm"', "server.engine"),
     ],
 )
@@ -65,3 +68,14 @@ def test_an_unknown_profile_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(RigbookError) as caught:
         plan(project(tmp_path), "eagle")
     assert "eagle3" in str(caught.value) and caught.value.exit_code == 2
+
+
+def test_a_rule_that_cannot_be_read_is_an_error_not_a_rule_without_effect(tmp_path: Path) -> None:
+    with pytest.raises(RigbookError) as caught:
+        plan(project(tmp_path, '\n[[rules]]\nforbid = "fp8"\nbecause = "x"\n'), "baseline")
+    assert caught.value.id == "rules.form" and caught.value.exit_code == 2
+
+
+def test_what_a_rule_allows_starts(tmp_path: Path) -> None:
+    more = '\n[profiles.fine]\nextends = "baseline"\nport = 4003\nargs = { kv-cache-dtype = "bfloat16" }\n'
+    assert "--kv-cache-dtype" in plan(project(tmp_path, more), "fine").argv
