@@ -29,11 +29,11 @@ EXPLAIN: dict[str, str] = {
     "run.not-ended": "The job still runs, or its host could not be asked.",
     "run.unknown": "No run, or more than one, begins with these letters; `rigbook runs list` shows them.",
     "serve.no-draft": "A profile that speculates needs a draft model; SGLang would load the target twice and crash.",
-    "rules.forbidden": "A [[rules]] entry of rigbook.toml forbids this value, and says why. Change the profile; or change "
-    "the rule, and record the decision (`rigbook decide`).",
+    "rules.forbidden": "A [[rules]] entry of rigbook.toml forbids this value, and says why. Change the profile; or "
+    "change the rule, and record the decision (`rigbook decide`).",
     "rules.form": "A rule's `forbid` is a dotted key of a profile, an equals sign, and a pattern: args.dtype=fp8*.",
-    "serve.eagle-flag": "With the algorithm EAGLE, SGLang does not capture the hidden states that an EAGLE-3 drafter reads: "
-    "it answers, and accepts nothing.",
+    "serve.eagle-flag": "With the algorithm EAGLE, SGLang does not capture the hidden states that an EAGLE-3 drafter "
+    "reads: it answers, and accepts nothing.",
     "serve.draft-tokens": "A chain (topk 1) of N steps verifies N + 1 tokens. SGLang changes another number silently, "
     "and a benchmark would carry a number that never ran.",
     "serve.changed": "The profile's server runs with a configuration that rigbook.toml no longer has. Stop it first.",
