@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 EXPLAIN: dict[str, str] = {
+    "action.unknown": "The [actions] table of rigbook.toml has no action of that name; `rigbook do` lists them.",
+    "clean.no-plan": "Plans lie under .rigbook/plans/. `rigbook clean` makes one and prints its id.",
     "clean.bad-plan": "The file is not a plan of rigbook's, or of another version. Make a new one: rigbook clean.",
     "clean.other-host": "A plan names processes of one host and is never carried out on another.",
     "demo.host-not-started": "A played host of the demo ended at once. Its host.log in the demo's folder says why; a "
@@ -35,6 +37,9 @@ EXPLAIN: dict[str, str] = {
     "host.unknown": "The link was lost while a command ran, so nobody here knows how it ended. It was not repeated.",
     "host.unreachable": "No connection came about: machine off, wrong address, firewall, or a broken jump host. "
     "Unreachable says nothing about the jobs there: they go on.",
+    "job.absent": "No host of this project has a job of that id. `rigbook jobs list` shows all.",
+    "job.several": "Several hosts have a job of that id: say which with --host.",
+    "job.unknown": "The job was not found on the hosts that answered, and at least one did not answer.",
     "job.bad-id": "A job's id is a directory's name on its host: letters, digits, dot, underscore, dash.",
     "job.file-shrank": "Job files only grow. This one is shorter than what was read from it, so it was truncated or "
     "replaced; the local copy is left as it is.",
@@ -47,5 +52,6 @@ EXPLAIN: dict[str, str] = {
     "remote.timeout": "A command ran past its deadline and was stopped on the far side too.",
     "shell.bad-variable": "Names of environment variables are letters, digits and underscores.",
     "shell.no-command": "Nothing to run was given: rigbook exec HOST -- COMMAND ARGUMENTS.",
+    "shell.no-terminal": "`rigbook shell` joins your terminal to one there; in a script use `rigbook exec`.",
     "shell.nul-byte": "No program can receive a NUL byte in an argument. Send it on stdin.",
 }

@@ -161,6 +161,19 @@ class SSHLink(Link):
             await channel.close()
             await self._give(lane)
 
+    @contextlib.asynccontextmanager
+    async def terminal(self, kind: str, size: tuple[int, int]) -> AsyncIterator[asyncssh.SSHClientProcess[bytes]]:
+        """A login shell with a pseudo-terminal of `size` (columns, lines)."""
+        lane = await self._take()
+        try:
+            process = await lane.connection.create_process(
+                encoding=None, request_pty="force", term_type=kind, term_size=size
+            )
+            async with process:
+                yield process
+        finally:
+            await self._give(lane)
+
     async def _session(self, command: str) -> tuple[_Lane, asyncssh.SSHClientProcess[bytes]]:
         for attempt in range(1, 2 * TRIES):
             lane = await self._take()

@@ -141,6 +141,8 @@ def dispatch(words: list[str], flags: set[str]) -> int:
 
         if quickly(words[2:]):
             return 0
+    if name == "exec" and "--" in words:
+        words.insert(words.index("--"), "--")  # the parser swallows one, and `exec` must see where the command begins
     result = build(name)(args=words or ["--help"], prog_name="rigbook", standalone_mode=True)
     return int(result or 0)
 
