@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -103,11 +104,11 @@ async def test_brackets_step_through_the_screens_and_escape_goes_back(project: P
     async with app.run_test(size=(80, 24)) as pilot:
         await shows(pilot, "Hosts")
         await pilot.press("right_square_bracket")
-        assert app.current.NAME == "pipeline"
+        assert app.current.NAME == "cleanup"
         await pilot.press("left_square_bracket", "left_square_bracket")
         assert app.current.NAME == "book"
         await pilot.press("escape", "escape")
-        assert app.current.NAME == "pipeline"
+        assert app.current.NAME == "cleanup"
 
 
 async def test_help_tells_the_keys_of_where_we_are(project: Path) -> None:
@@ -250,6 +251,56 @@ async def test_book_at_a_version_and_what_changed_since(project: Path) -> None:
         await until(pilot, lambda: isinstance(app.screen, Chooser))
         await pilot.press("enter")
         await shows(pilot, "what changed from version", "Looping text")
+
+
+# -- clean-up ----------------------------------------------------------------------------------------------------
+
+
+def orphan(pid: int, rss: int | None) -> dict[str, object]:
+    return {
+        "pid": pid,
+        "starttime": 4711,
+        "boot_id": "b",
+        "job": "server-eagle3-bb-1",
+        "job_state": "vanished",
+        "provenance": "marker",
+        "command": "python -m pipeline.stages.reference",
+        "rss": rss,
+        "ports": [18998],
+        "gpu_files": [],
+    }
+
+
+async def test_cleanup_shows_evidence_then_asks_then_the_proof(project: Path, started: list[str]) -> None:
+    app = app_on(project, write=True)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.press("4")
+        await shows(pilot, "nobody has looked yet")
+        items = [orphan(4242, 812 << 20), orphan(4243, None)]
+        with Journal.open(project / ".rigbook" / "journal.db") as journal:
+            journal.append(events.PlanMade(plan="clean-0123456789", action="clean", host="llm", items=items))
+        text = await shows(pilot, "to give back", "2 processes", "812 MiB", "port 18998", "pid 4242", "vanished")
+        assert "memory unknown" in text, "what cannot be seen is not zero"
+        await pilot.press("x", "enter")
+        await until(pilot, lambda: isinstance(app.screen, Confirm | Reader), seconds=30)
+        await pilot.press("escape")
+        assert started == []
+        outcome = {
+            "processes": [
+                {"pid": 4242, "outcome": "ended by TERM"},
+                {"pid": 4243, "outcome": "kept", "reason": "other"},
+            ],
+            "ports_free": [18998],
+            "ports_held": [],
+            "rss_before": 812 << 20,
+            "rss_after": 0,
+        }
+        with Journal.open(project / ".rigbook" / "journal.db") as journal:
+            journal.append(events.PlanApplied(plan="clean-0123456789", verified=False, outcome=outcome))
+        await shows(pilot, "NOT verified", "processes gone: 1 of 2", "free again: port 18998", "pid 4243: kept (other)")
+        assert not [
+            a for a in actions.actions_for(app.current.target, app.snapshot, "cleanup") if a.id.startswith("clean:")
+        ]
 
 
 # -- acting ------------------------------------------------------------------------------------------------------
@@ -398,8 +449,21 @@ async def test_a_host_that_refuses_is_down_with_its_reason(tmp_path: Path) -> No
     (tmp_path / "rigbook.toml").write_text(HANGING.format(port=9))
     app = app_on(tmp_path, hosts=True)
     async with app.run_test(size=(80, 24)) as pilot:
-        text = await shows(pilot, "○ down", "never answered", "● up")
-        assert "Needs you" in text
+        await shows(pilot, "○ down", "never answered: no connection", "● up")
+
+
+async def test_random_keys_neither_crash_nor_change_anything(project: Path, started: list[str]) -> None:
+    dice = random.Random(20261130)
+    keys = [*"123456789 0[]xlRrq?:/sdvnNfgGjk<>", "enter", "escape", "up", "down", "left", "right", "tab", "pagedown"]
+    app = app_on(project)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await shows(pilot, "Hosts")
+        for _ in range(120):
+            key = dice.choice([k for k in keys if k != "q"])
+            await pilot.press({"[": "left_square_bracket", "]": "right_square_bracket", " ": "space"}.get(key, key))
+            assert app.is_running
+            app.unlocked = False  # what is tried here is that a locked app changes nothing
+    assert started == []
 
 
 async def test_picture_is_svg_of_the_screen(project: Path) -> None:

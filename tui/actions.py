@@ -32,6 +32,7 @@ class Action:
     what: str = ""  # what it will do, in a sentence, when the command has no dry run
     dry_run: bool = False
     changes: bool = True  # needs the app to be unlocked
+    asks: bool = True  # False: it only looks, and says what it found
 
     @property
     def command(self) -> str:
@@ -49,6 +50,12 @@ def actions_for(target: str | None, snapshot: Snapshot, screen: str) -> list[Act
 def _for_target(kind: str, name: str, snapshot: Snapshot) -> Iterator[Action]:
     if kind == "host":
         yield probe(name)
+        yield look_for_orphans(name)
+    if kind == "plan":
+        plan = next((p for p in snapshot.plans if p.plan == name and p.verified is None), None)
+        if plan is not None:
+            words = ("clean", "--apply", name)
+            yield Action(f"clean:{name}", f"Give back what {name} found on {plan.host}", words, dry_run=True)
     if kind == "stage":
         stage = next((s for s in snapshot.stages if s.name == name), None)
         if stage is None:
@@ -77,24 +84,32 @@ def _for_screen(screen: str, snapshot: Snapshot) -> Iterator[Action]:
     """What makes sense on a screen whatever the cursor is on."""
     if screen in {"pipeline", "rig"} and snapshot.stages:
         yield Action("run:all", "Run the pipeline: every stage that is not done", ("run", "all"), dry_run=True)
-    if screen in {"benchmarks", "server"} and snapshot.servers:
-        yield Action("bench", "Benchmark plain against speculative", ("bench", "run"), dry_run=True)
-    if screen == "rig":
+    if screen in {"benchmarks", "server"} and (arms := bench_arms(snapshot)) is not None:
         yield Action(
-            "probe:all",
-            "Look at every host again",
-            ("probe",),
-            "Looks at every host and writes what it finds into the book.",
+            f"bench:{arms[1]}", f"Benchmark {arms[0]} against {arms[1]}", ("bench", "run", *arms), dry_run=True
         )
+    if screen == "rig":
+        yield Action("probe:all", "Look at every host again", ("probe",), asks=False)
+    if screen in {"rig", "cleanup"}:
+        yield look_for_orphans()
+
+
+def bench_arms(snapshot: Snapshot) -> tuple[str, str] | None:
+    """The first profile that decodes plainly, and the first that speculates."""
+    plain = next((s.profile for s in snapshot.servers if not s.speculative), None)
+    quick = next((s.profile for s in snapshot.servers if s.speculative), None)
+    return (plain, quick) if plain and quick else None
 
 
 def probe(host: str) -> Action:
-    return Action(
-        f"probe:{host}",
-        f"Look at {host} again",
-        ("probe", host),
-        f"Looks at {host} and writes what it finds into the book.",
-    )
+    return Action(f"probe:{host}", f"Look at {host} again", ("probe", host), asks=False)
+
+
+def look_for_orphans(*hosts: str) -> Action:
+    """Looks only: what it finds becomes a plan in the book, to be carried out or not."""
+    where = f" on {hosts[0]}" if hosts else ""
+    name = f"orphans:{hosts[0] if hosts else 'all'}"
+    return Action(name, f"Look for what dead work holds{where}", ("clean", *hosts, "--dry-run"), asks=False)
 
 
 def run_stage(stage: str) -> Action:
@@ -137,6 +152,7 @@ def everything(snapshot: Snapshot) -> list[Action]:
         *(f"stage:{s.name}" for s in snapshot.stages),
         *(f"profile:{s.profile}" for s in snapshot.servers),
         *(f"run:{r.run}" for r in snapshot.running),
+        *(f"plan:{p.plan}" for p in snapshot.plans),
     ]
     for target in targets:
         kind, _, name = target.partition(":")

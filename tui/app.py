@@ -28,6 +28,7 @@ from tui.lines import Line, Part, clean, line, wrap
 from tui.look import Look, choose
 from tui.screens.benchmarks import BenchmarksPane
 from tui.screens.book import BookPane
+from tui.screens.cleanup import CleanupPane
 from tui.screens.logs import LogsPane
 from tui.screens.modals import Chooser, Confirm, Reader
 from tui.screens.pane import Pane
@@ -91,6 +92,7 @@ class RigbookApp(App[None]):
         look = self.look
         self.panes = (
             RigPane(look),
+            CleanupPane(look),
             PipelinePane(look),
             ServerPane(look),
             BenchmarksPane(look),
@@ -149,7 +151,7 @@ class RigbookApp(App[None]):
         tabs: list[Part] = []
         for pane in self.panes:
             here = pane is self.current
-            tabs += [(f" {pane.DIGIT} {pane.TITLE} ", "hit" if here else "dim" if not self.unlocked else "")]
+            tabs += [(f"{pane.DIGIT} {pane.TITLE}", "hit" if here else ""), (" ", "")]
         lock = " UNLOCKED " if self.unlocked else " read-only "
         room = width - sum(len(text) for text, _ in tabs) - len(lock) - 2
         name = clean(self.snapshot.project)
@@ -327,6 +329,9 @@ class RigbookApp(App[None]):
     @work(group="actions", exit_on_error=False)
     async def _act(self, action: actions.Action) -> None:
         self.say(f"planning: {action.title}{self.look.dots}", "run")
+        if not action.asks:
+            await self._carry_out(action)
+            return
         code, said = await actions.plan(self.root, action)
         self._notice = ("", "", 0.0)
         width = min(92, int(self.size.width * 0.9) - 6)
@@ -341,6 +346,9 @@ class RigbookApp(App[None]):
         if not self.unlocked:
             self.say("read-only: nothing was done", "warn")
             return
+        await self._carry_out(action)
+
+    async def _carry_out(self, action: actions.Action) -> None:
         process, log = await actions.execute(self.root, action)
         self._working[action.id] = log
         self.say(f"started: {action.title}. Its output is in Logs.", "run")

@@ -8,7 +8,7 @@ from typing import Any
 
 from tui.lines import BLANK, Column, Line, Part, clean, heading, line, state, table, wrap
 from tui.look import Look, age, duration
-from tui.screens import benchmarks, pipeline, server
+from tui.screens import benchmarks, cleanup, pipeline, server
 from tui.screens.rig import figure_words, link_state
 from tui.snapshot import HostView, RunView, Snapshot
 
@@ -40,14 +40,18 @@ def detail_lines(key: str, snapshot: Snapshot, width: int, look: Look) -> Detail
         for found, record in benchmarks.records(snapshot):
             if found == key:
                 return f"Benchmark {record.name}", benchmarks.detail_lines(record, width, look)
+    if kind == "plan":
+        for plan in snapshot.plans:
+            if plan.plan == name:
+                return f"Plan {name}", cleanup.detail_lines(plan, width, look)
     if kind == "warning":
         for warning in snapshot.warnings:
             if f"{warning.where}/{warning.check}" == name:
                 text = wrap(clean(warning.message), width)
                 return f"Warning {warning.check}", [*text, BLANK, line((f"rigbook explain {warning.check}", "dim"))]
     if kind == "problem" and int(name) < len(snapshot.problems):
-        text = snapshot.problems[int(name)]
-        return "Problem", [each for row in text.splitlines() for each in wrap(clean(row), width)]
+        rows = snapshot.problems[int(name)].splitlines()
+        return "Problem", [each for row in rows for each in wrap(clean(row), width)]
     if kind == "next":
         for step in snapshot.next_steps:
             if step.id == name:

@@ -119,7 +119,7 @@ The same text on the command line: `rigbook book show`, `rigbook book diff A B`.
 
     def _title(self) -> None:
         seq = self.snapshot.seq
-        now = "now" if seq is None else f"version {seq} (now)"
+        now = "the book" if seq is None else f"version {seq} (now)"
         which = now if self.version is None else f"version {self.version}"
         title = f" {which}" if self.base is None else f" what changed from version {self.base} to {which}"
         self.query_one("#book-title", Bar).show(((title, "head"),), ((f"{self._message} ", "warn"),))

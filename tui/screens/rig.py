@@ -19,8 +19,8 @@ class RigPane(BoardPane):
     HELP = """What the rig is doing now.
 
 Hosts: a host is up when it answered within the last seconds; a host that does not answer keeps its last values, dimmed,
-with their age. Running: every run without an end in the book. Needs you: failed runs, warnings, hosts that are down.
-Next steps come from the book (`rigbook next`)."""
+with their age. Running: every run without an end in the book. Needs you: what failed last, warnings, servers that
+ended by themselves. Next steps come from the book (`rigbook next`)."""
 
     def lines(self, snapshot: Snapshot, width: int) -> list[Line]:
         return rig_lines(snapshot, width, self.look)
@@ -179,9 +179,6 @@ def alert_lines(snapshot: Snapshot, width: int, look: Look) -> list[Line]:
         rows.append(
             (f"problem:{i}", [(f"{look.mark('warning')} project", "bad"), (clean(problem.splitlines()[-1]), "")])
         )
-    for host in snapshot.hosts:
-        if host.link == "down":
-            rows.append((f"host:{host.name}", [(f"{look.mark('down')} {host.name}", "bad"), (clean(host.reason), "")]))
     for server in snapshot.servers:
         if server.state == "vanished":
             text = f"the server ended by itself: {clean(server.detail)}"
