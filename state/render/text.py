@@ -47,9 +47,11 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[
 
 def number(value: float, digits: int = 4) -> str:
     """A number to read: significant digits for fractions, separators for large whole numbers."""
+    if isinstance(value, int):
+        return f"{value:,}" if abs(value) >= 1_000_000 else str(value)
     if not isfinite(value):
         return "NaN" if value != value else "infinity" if value > 0 else "-infinity"
-    if isinstance(value, int) or (value == int(value) and abs(value) >= 10**digits):
+    if value == int(value) and abs(value) >= 10**digits:
         return f"{int(value):,}" if abs(value) >= 1_000_000 else str(int(value))
     if value == 0 or 1e-4 <= abs(value) < 10**digits:
         text = f"{value:.{digits}g}"
