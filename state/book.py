@@ -214,7 +214,8 @@ class Book:
     assumptions: list[Assumption] = field(default_factory=list)
     next_steps: list[NextStep] = field(default_factory=list)
     warnings: list[Alert] = field(default_factory=list)
-    failures: dict[str, Failure] = field(default_factory=dict)  # host → its last failed probe, if nothing worked since
+    failures: dict[str, Failure] = field(default_factory=dict)  # hosts that did not answer when last looked at
+    failed_looks: dict[tuple[str, str], Failure] = field(default_factory=dict)  # (host, what): parts that could not be
     prose: dict[str, str] = field(default_factory=dict)  # section → what people wrote there
 
     def facts_under(self, prefix: str) -> list[Fact]:
@@ -319,12 +320,23 @@ def _fact(book: Book, record: Record, body: dict[str, Any]) -> None:
     fact_rules.observe(book.facts, body["key"], seen)
     if seen.source.host and seen.owner == "machine":
         book.failures.pop(seen.source.host, None)
+        for where, what in list(book.failed_looks):
+            if where == seen.source.host and fact_rules.concerns(body["key"], where, what, _envs_of(book, where)):
+                del book.failed_looks[where, what]
 
 
 def _probe_failed(book: Book, record: Record, body: dict[str, Any]) -> None:
     envs = {name: str(env.get("host", "")) for name, env in book.project.envs.items()}
     fact_rules.look_failed(book.facts, body["host"], body["what"], body["reason"], record.ts, envs)
-    book.failures[body["host"]] = Failure(**_said(record), **body)
+    failure = Failure(**_said(record), **body)
+    if body["what"] == fact_rules.WHOLE_HOST:
+        book.failures[body["host"]] = failure
+    else:
+        book.failed_looks[body["host"], body["what"]] = failure
+
+
+def _envs_of(book: Book, host: str) -> list[str]:
+    return [name for name, env in book.project.envs.items() if env.get("host") == host]
 
 
 def _run_started(book: Book, record: Record, body: dict[str, Any]) -> None:

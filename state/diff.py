@@ -9,7 +9,8 @@ from typing import Any
 from state.book import Book
 from state.facts import same
 from state.render.bench import KINDS, verdict_of
-from state.render.text import code, duration, escape, quantity, results, source, table, when
+from state.render.facts import source
+from state.render.text import code, duration, escape, quantity, results, table, when
 
 ADDED, REMOVED, CHANGED = "added", "removed", "changed"
 SIGNS = {ADDED: "+", REMOVED: "-", CHANGED: "~"}

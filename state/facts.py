@@ -14,6 +14,7 @@ from datetime import datetime
 from fnmatch import fnmatchcase
 from typing import Any
 
+WHOLE_HOST = "system"  # what a probe looks at when it looks at all of a host
 DAY = 86_400.0  # seconds
 
 # Key pattern → days until a value counts as aging, and as stale. The first match holds.
@@ -127,7 +128,7 @@ def observe(facts: dict[str, Fact], key: str, seen: Observation) -> None:
     if fact is None:
         fact = facts[key] = Fact(key=key, now=seen, changed_at=seen.observed_at)
     latest = fact.person if seen.owner == "person" else fact.machine
-    if latest and _when(seen.observed_at) < _when(latest.observed_at):
+    if latest and seconds_of(seen.observed_at) < seconds_of(latest.observed_at):
         return  # an old observation that arrived late
     if seen.owner == "person":
         fact.person = seen
@@ -144,17 +145,25 @@ def observe(facts: dict[str, Fact], key: str, seen: Observation) -> None:
 
 def look_failed(facts: dict[str, Fact], host: str, what: str, reason: str, at: str, env_hosts: dict[str, str]) -> None:
     """A probe of `host` failed: what it would have refreshed says so, and keeps its value."""
-    prefixes = [f"hosts.{host}.", *(f"envs.{env}." for env, on in env_hosts.items() if on == host)]
-    if "." in what:
-        prefixes = [what]
+    envs = [env for env, on in env_hosts.items() if on == host]
     for fact in facts.values():
-        if any(fact.key.startswith(prefix) for prefix in prefixes):
+        if concerns(fact.key, host, what, envs):
             fact.failed_at, fact.failure = at, reason
+
+
+def concerns(key: str, host: str, what: str, envs: list[str]) -> bool:
+    """Whether a probe of `what` on `host` refreshes the fact `key`: "system" is all of the host, "gpus" what has gpu
+    in its name, a dotted name a branch of keys."""
+    if "." in what:
+        return key.startswith(what)
+    parts = key.split(".")
+    here = parts[:2] == ["hosts", host] or (parts[0] == "envs" and len(parts) > 1 and parts[1] in envs)
+    return here and (what == WHOLE_HOST or any(part.startswith(what.rstrip("s")) for part in parts[2:]))
 
 
 def settle(facts: dict[str, Fact], now: str) -> None:
     """Work out the state of every fact as of `now`."""
-    moment = _when(now)
+    moment = seconds_of(now)
     for fact in facts.values():
         fact.state, fact.because = _state(fact, facts, moment)
 
@@ -165,7 +174,7 @@ def _state(fact: Fact, facts: dict[str, Fact], now: float) -> tuple[str, str]:
         return "conflict", f"a machine saw something else{where}"
     if cause := _invalidating(fact, facts):
         return "invalidated", f"{cause.key} changed after this was seen"
-    age = now - _when(fact.observed_at)
+    age = now - seconds_of(fact.observed_at)
     aging, stale = next((a * DAY, s * DAY) for pattern, a, s in AGES if fnmatchcase(fact.key, pattern))
     if fact.owner == "person" or age < aging:
         return "fresh", ""
@@ -181,7 +190,7 @@ def _invalidating(fact: Fact, facts: dict[str, Fact]) -> Fact | None:
         for cause in causes:
             wanted = cause.replace("{1}", parts[1] if len(parts) > 1 else "")
             for other in _matching(facts, wanted):
-                if other is not fact and other.changes and _when(other.changed_at) > _when(fact.observed_at):
+                if other is not fact and other.changes and seconds_of(other.changed_at) > seconds_of(fact.observed_at):
                     return other
     return None
 
@@ -192,7 +201,7 @@ def _matching(facts: dict[str, Fact], pattern: str) -> list[Fact]:
     return [fact for key, fact in facts.items() if fnmatchcase(key, pattern)]
 
 
-def _when(ts: str) -> float:
+def seconds_of(ts: str) -> float:
     """Seconds since the epoch of an RFC 3339 time; 0 when it is none."""
     try:
         return datetime.fromisoformat(ts).timestamp()

@@ -91,10 +91,47 @@ def test_each_table_of_the_document_is_whole() -> None:
 
 
 def test_every_fact_stands_with_host_command_and_time() -> None:
-    text = section(whole(), "Hardware")
-    assert "cpu model | Intel(R) Xeon(R) Platinum 8488C" in text
-    assert "llm (played), `probe system`, 2026-05-01" in text
-    assert "llm (played), `probe gpus`" in text
+    text = section(whole(), "Hardware").split("### llm (played)")[1].split("\n###")[0]
+    rows = {row[0]: row for row in tables(text)[0]}
+    assert rows["cpu model"][:3] == ["cpu model", "Intel(R) Xeon(R) Platinum 8488C", "probe system"]
+    assert rows["gpus"][2] == "probe gpus"
+    assert f"{rows['cpu model'][3]}. llm (played), 2026-05-01" in text
+    assert f"{rows['cpu threads'][3]}. set by lena, 2026-05-01" in text
+
+
+def test_what_all_rows_share_is_said_once() -> None:
+    text = section(whole(), "Software").split("### Environment work")[1]
+    assert tables(text)[0][0] == ["what", "value"]
+    assert "Source: llm (played), `probe env`, 2026-05-01" in text
+
+
+def test_gpus_and_disks_are_a_row_each() -> None:
+    gpus = [
+        fact(f"hosts.llm.hw.gpu.GPU-{uuid}.{name}", value, unit, command="nvidia-smi")
+        for uuid in ("a", "b")
+        for name, value, unit in (("name", "NVIDIA H200", None), ("memory", 150_000_000_000, "bytes"))
+    ]
+    text = render(book(*gpus, fact("hosts.llm.hw.gpu.GPU-c.name", "NVIDIA H200", command="nvidia-smi")))
+    assert tables(section(text, "Hardware"))[0] == [
+        ["gpu", "memory", "name"],
+        ["GPU-a", "139.7 GiB", "NVIDIA H200"],
+        ["GPU-b", "139.7 GiB", "NVIDIA H200"],
+        ["GPU-c", "unknown", "NVIDIA H200"],
+    ]
+    assert "Source: llm, `nvidia-smi`, 2026-05-01 08:00 to 08:04 UTC." in text
+
+
+def test_two_looks_at_different_times_stay_apart() -> None:
+    early = fact("hosts.llm.hw.a", 1, observed_at="2026-04-01T10:00:00Z")
+    late = fact("hosts.llm.hw.b", 2, observed_at="2026-04-02T10:00:00Z")
+    text = section(render(book(early, late)), "Hardware")
+    assert "1. llm, `probe system`, 2026-04-01 10:00 UTC" in text
+    assert "2. llm, `probe system`, 2026-04-02 10:00 UTC" in text
+
+
+def test_many_packages_are_one_paragraph() -> None:
+    text = render(book(*[fact(f"envs.work.packages.p{i}", f"1.{i}") for i in range(30)]))
+    assert "30 packages: p0 1.0, p1 1.1" in text
 
 
 def test_what_is_played_is_said_to_be_played() -> None:

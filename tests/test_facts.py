@@ -65,6 +65,25 @@ def test_a_failed_look_at_an_env_reaches_its_facts() -> None:
     assert book(fact("envs.work.torch", "2.13"), failed, toml=toml).facts["envs.work.torch"].failure == "timed out"
 
 
+def test_a_failed_look_at_one_part_says_nothing_of_the_others() -> None:
+    gpus, cores = "hosts.llm.hw.gpus", "hosts.llm.hw.cores"
+    failed = e.ProbeFailed(host="llm", what="gpus", reason="no driver")
+    told = book(fact(gpus, 8), fact(cores, 2), failed)
+    assert told.facts[gpus].failure == "no driver" and told.facts[cores].failure == ""
+    assert told.failures == {}, "the host answered"
+    assert "Looking at gpus on llm failed" in markdown.render(told)
+    again = book(fact(gpus, 8), failed, fact(cores, 2), fact(gpus, 8))
+    assert again.failed_looks == {} and "Looking at gpus" not in markdown.render(again)
+
+
+def test_a_failed_look_at_an_env_is_told_by_its_name() -> None:
+    toml = '[envs.work]\nhost = "llm"\npython = "x"\n'
+    failed = e.ProbeFailed(host="llm", what="envs.work", reason="no such file")
+    told = book(fact("envs.work.torch", "2.13"), fact("hosts.llm.hw.cores", 2), failed, toml=toml)
+    assert told.facts["envs.work.torch"].failure == "no such file"
+    assert told.facts["hosts.llm.hw.cores"].failure == ""
+
+
 def test_unknown_is_not_zero() -> None:
     told = book(fact(CPU, 0), fact("hosts.llm.hw.gpus", None))
     text = markdown.render(told)

@@ -33,6 +33,7 @@ def render(book: Book) -> dict[str, Any]:
     for shown, measured in zip(document["benchmarks"], book.benchmarks, strict=True):
         verdict = verdict_of(measured.bench)
         shown["bench"]["verdict"] = {**plain(verdict), "text": verdict.text}
+    document["failed_looks"] = [plain(failed) for failed in book.failed_looks.values()]
     document["conflicts"] = [fact.key for fact in book.conflicts]
     return document
 

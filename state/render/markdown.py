@@ -11,7 +11,8 @@ from state.book import Book
 from state.errors import USAGE, RigbookError
 from state.outline import STAGES
 from state.render import bench, people, work
-from state.render.text import code, escape, fact_table, host, prose, results, table, when
+from state.render.facts import fact_table
+from state.render.text import code, escape, host, prose, results, table, when
 
 # Section id (as in `rigbook note --section`), title, its body, and what is said when there is nothing.
 SECTIONS: tuple[tuple[str, str, Callable[[Book], list[str]], str], ...] = (

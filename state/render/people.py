@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from state.book import Book, Decision, NextStep, Said
-from state.render.text import code, escape, prose, quantity, source, table, when
+from state.render.facts import source
+from state.render.text import code, escape, prose, quantity, table, when
 
 
 def item(entry: Said, text: str) -> list[str]:

@@ -9,7 +9,6 @@ from math import isfinite
 from typing import Any
 
 from state.book import Book
-from state.facts import Fact, Source
 
 UNKNOWN = "unknown"
 
@@ -127,86 +126,10 @@ def host(book: Book, name: str | None) -> str:
     return f"{escape(name)} (played)" if book.played(name) else escape(name)
 
 
-def source(book: Book, fact: Fact) -> str:
-    """Where a fact's value comes from, in one line."""
-    origin, at = fact.source, when(fact.observed_at)
-    if fact.owner == "person":
-        return _joined(f"set by {escape(fact.now.actor)}, {at}", origin)
-    if fact.confidence == "claimed":
-        return _joined(f"a claim, {at}", origin)
-    parts = []
-    if origin.host:
-        parts.append(host(book, origin.host))
-    if origin.command:
-        parts.append(code(origin.command))
-    parts.append(at)
-    if origin.run:
-        parts.append(f"run {code(origin.run)}")
-    return _joined(", ".join(parts), origin)
-
-
-def _joined(text: str, origin: Source) -> str:
-    return f"{text}: {escape(origin.note)}" if origin.note else text
-
-
-def remarks(fact: Fact, failure: bool = True) -> str:
-    """What a reader must know before trusting the value: a claim, an age, a failed look."""
-    said = []
-    if fact.confidence != "measured" and fact.owner != "person":
-        said.append(fact.confidence)
-    if fact.owner == "person":
-        said.append(f"set by {escape(fact.now.actor)}")
-    if fact.state != "fresh":
-        said.append(f"**{fact.state}**: {escape(fact.because)}")
-    if failure and fact.failure:
-        said.append(_not_seen(fact))
-    return "; ".join(said)
-
-
-def _not_seen(fact: Fact) -> str:
-    return f"**not seen since**: the look at {when(fact.failed_at)} failed: {escape(fact.failure)}"
-
-
 def label(dotted: str) -> str:
     """A dotted name in words; parts that are names of something (a token, a file) stay as they are."""
     parts = [part.replace("_", " ") if re.fullmatch(r"[a-z0-9_]+", part) else part for part in dotted.split(".")]
     return " ".join(parts)
-
-
-def fact_table(book: Book, facts: Sequence[Fact], prefix: str) -> list[str]:
-    """Facts as a table, with the source of each: in a line below where they share it, else by number."""
-    if not facts:
-        return []
-    sources: list[str] = []
-    rows: list[list[str]] = []
-    nested: list[str] = []
-    failures = {_not_seen(fact) if fact.failure else "" for fact in facts}
-    shared = failures.pop() if len(failures) == 1 else ""  # the whole host was out of reach: said once, not per row
-    for fact in facts:
-        told = source(book, fact)
-        if told not in sources:
-            sources.append(told)
-        name = label(fact.key.removeprefix(prefix))
-        note = remarks(fact, failure=not shared)
-        value = fact.value
-        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-            shown = f"{len(value)} (table below)"
-            nested += [f"{escape(name)}:", "", *_records(value)]
-        else:
-            shown = escape(quantity(value, fact.unit))
-        rows.append([escape(name), f"{shown} ({note})" if note else shown, str(sources.index(told) + 1)])
-    tail = [f"{shared[0:2]}{shared[2:3].upper()}{shared[3:]}.", ""] if shared else []
-    if len(sources) == 1:
-        body = table(["what", "value"], [row[:2] for row in rows])
-        return [*body, f"Source: {sources[0]}.", "", *tail, *nested]
-    listed = [f"{i}. {text}" for i, text in enumerate(sources, 1)]
-    return [*table(["what", "value", "source"], rows, right=[2]), "Sources:", "", *listed, "", *tail, *nested]
-
-
-def _records(values: list[dict[str, Any]]) -> list[str]:
-    columns = list(dict.fromkeys(key for value in values for key in value))
-    rows = [[escape(quantity(value.get(column))) for column in columns] for value in values]
-    return table([escape(str(column).replace("_", " ")) for column in columns], rows)
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from state.book import Book, Discovery, Plan, Run
 from state.outline import STAGES
 from state.render import bench
+from state.render.facts import fact_table
 from state.render.people import item
-from state.render.text import code, duration, escape, fact_table, host, number, results, size, table, when
+from state.render.text import code, duration, escape, host, number, results, size, table, when
 
 _BAD = ("failed", "lost", "stopped")
 
@@ -103,6 +104,10 @@ def _did_not_work(book: Book) -> list[str]:
             )
     if rows:
         lines += ["", *table(["run", "ended as", "exit code", "why", "source"], rows, right=[2])]
+    lines += [
+        f"- Looking at {escape(what)} on {host(book, where)} failed, {when(failed.at)}: {escape(failed.reason)}"
+        for (where, what), failed in book.failed_looks.items()
+    ]
     unproved = [plan for plan in book.plans.values() if plan.verified is False]
     for plan in unproved:
         outcome = results(plan.outcome)
