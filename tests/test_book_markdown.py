@@ -177,6 +177,27 @@ def test_output_that_changed_is_called_that() -> None:
     assert "**Yes**: 15 of 16" in render(book(e.BenchmarkRecorded(bench=one)))
 
 
+def test_a_separate_check_of_the_output_is_told_with_its_source() -> None:
+    one = bench("self", [40, 41, 42], [50, 51, 52], [10, 5, 5, 20], 1.4)
+    one.lossless = None
+    check = stage(
+        "lossless", "r9", {"rows": {"in": 8, "out": 8}, "checked": 8, "identical": 8, "dtype": "float32"}, 9.0
+    )
+    text = render(book(*check, e.BenchmarkRecorded(bench=one)))
+    assert "No: 8 of 8 greedy outputs are token-identical (dtype float32) (llm, 2026-05-01 08:01 UTC, run `r9`)" in text
+    assert "| stage lossless | done | 9.0 s |" in section(text, "Done / In progress / Not started")
+
+
+def test_a_long_result_says_where_the_rest_is() -> None:
+    result = {
+        "rows": {"in": 9, "out": 9},
+        **{f"n{i}": i for i in range(12)},
+        "histogram": {str(i): i for i in range(9)},
+    }
+    text = section(render(book(*stage("mix", "r1", result, 1.0))), "Done / In progress / Not started")
+    assert "rows: 9 in, 9 out; n0 0; n1 1; n2 2; n3 3; 9 more: `rigbook runs show r1`" in text
+
+
 def test_a_badge_cannot_be_lost() -> None:
     one = bench("self", [40, 41, 42], [50, 51, 52], [10, 5, 5, 20], 1.4)
     one.badges = ["synthetic acceptance"]

@@ -113,7 +113,7 @@ def _one(book: Book, one: Benchmark) -> list[str]:
     )
     for arm in bench.arms:
         lines += _positions(arm)
-    lines += [f"- {text}" for text in _reading(bench)]
+    lines += [f"- {text}" for text in _reading(book, bench)]
     lines += [f"- {text}" for text in _conditions(book, one)]
     lines += ["", *_rounds(bench)]
     return lines
@@ -161,7 +161,7 @@ def _positions(arm: Arm) -> list[str]:
     ]
 
 
-def _reading(bench: BenchRecord) -> list[str]:
+def _reading(book: Book, bench: BenchRecord) -> list[str]:
     """What the figures mean, each beside what it must be compared with."""
     said = []
     spec = bench.arms[-1] if bench.arms else None
@@ -178,6 +178,8 @@ def _reading(bench: BenchRecord) -> list[str]:
         said.append(f"Repetition rate of the output: {bench.repetition_rate * 100:.1f} % of its 4-grams came before.")
     if bench.lossless:
         said.append(f"Does speculation change the output? {_lossless(bench.lossless)}")
+    elif checked := _lossless_run(book):
+        said.append(f"Does speculation change the output? {checked}")
     if bench.notes:
         notes = [bench.notes] if isinstance(bench.notes, str) else bench.notes
         said += [escape(note) for note in notes if note]
@@ -216,11 +218,20 @@ def predicted(book: Book, forecast: dict[str, Any], told: str) -> list[str]:
     return ["", *table(header, rows, right=[1, 2]), f"Predicted by {told}; reached: see Benchmarks.", ""]
 
 
+def _lossless_run(book: Book) -> str:
+    """The latest run of the stage that compares greedy output with and without speculation."""
+    runs = [run for run in book.runs.values() if run.name == "lossless" and run.status == "done" and run.result]
+    if not runs:
+        return ""
+    at = f"{host(book, runs[-1].host)}, {when(runs[-1].ended)}, run {code(runs[-1].run)}"
+    return f"{_lossless(runs[-1].result).removesuffix('.')} ({at})."
+
+
 def _lossless(values: dict[str, Any]) -> str:
     same, checked = values.get("identical"), values.get("checked")
     if isinstance(same, int) and isinstance(checked, int) and not isinstance(same, bool):
         word = "No" if same == checked and checked else "**Yes**" if checked else "Not checked"
-        rest = {key: value for key, value in values.items() if key not in ("identical", "checked")}
+        rest = {key: value for key, value in values.items() if key not in ("identical", "checked", "rows")}
         more = "; ".join(f"{label(key)} {quantity(value)}" for key, value in flat(rest))
         return f"{word}: {same} of {checked} greedy outputs are token-identical" + (
             f" ({escape(more)})." if more else "."

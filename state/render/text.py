@@ -133,12 +133,14 @@ def label(dotted: str) -> str:
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Nested results as dotted names with plain values; long lists only by their length."""
+    """Nested results as dotted names with plain values; long lists and tables only by their length."""
     found: list[tuple[str, Any]] = []
     for key, value in values.items():
         name = f"{prefix}{key}"
-        if isinstance(value, dict):
+        if isinstance(value, dict) and len(value) <= 6:
             found += flat(value, f"{name}.")
+        elif isinstance(value, dict):
+            found.append((name, f"{len(value)} values"))
         elif isinstance(value, list) and (len(value) > 8 or any(isinstance(item, dict | list) for item in value)):
             found.append((name, f"{len(value)} items"))
         else:
@@ -146,14 +148,25 @@ def flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     return found
 
 
-def results(values: dict[str, Any]) -> str:
-    """The result of a run in one table cell."""
+def results(values: dict[str, Any], limit: int | None = None, more: str = "") -> str:
+    """The result of a run in one table cell; beyond `limit` values, how many there are and where (`more`)."""
     rows = values.get("rows")
     said = []
     if isinstance(rows, dict):
         said.append("rows: " + ", ".join(f"{escape(quantity(count))} {escape(word)}" for word, count in rows.items()))
         values = {key: value for key, value in values.items() if key != "rows"}
-    return "; ".join([*said, *(f"{escape(label(name))} {escape(quantity(value))}" for name, value in flat(values))])
+    named = flat(values)
+    shown = named if limit is None or len(named) <= limit + 1 else named[:limit]
+    said += [f"{escape(label(name))} {escape(quantity(value, _unit_in(name)))}" for name, value in shown]
+    if len(shown) < len(named):
+        said.append(f"{len(named) - len(shown)} more: {more}")
+    return "; ".join(said)
+
+
+def _unit_in(name: str) -> str | None:
+    """A unit that a result carries in its name."""
+    last = name.rsplit(".", 1)[-1].rsplit("_", 1)[-1]
+    return {"bytes": "bytes", "seconds": "s"}.get(last)
 
 
 def prose(text: str) -> list[str]:

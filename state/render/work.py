@@ -158,8 +158,10 @@ def progress(book: Book) -> list[str]:
                 run.status, f"**{run.status}**"
             )
             took = duration(run.seconds) if run.seconds is not None else ""
-            rows.append([stage, state, took, results(run.result), f"{_place(book, run)}, {code(run.run)}"])
+            told = results(run.result, 4, code(f"rigbook runs show {run.run}"))
+            rows.append([stage, state, took, told, f"{_place(book, run)}, {code(run.run)}"])
     lines = table(["stage", "state", "took", "result", "source"], rows, right=[2])
+    lines += _other_runs(book)
     servers = [
         [
             escape(server.profile),
@@ -179,6 +181,23 @@ def progress(book: Book) -> list[str]:
         lines += ["### Plans", ""]
         lines += table(["plan", "action", "host", "items", "applied", "outcome"], plans, right=[3])
     return lines
+
+
+def _other_runs(book: Book) -> list[str]:
+    """Runs that are neither stages of the pipeline nor servers. The rounds of a benchmark stand with it."""
+    rounds = {round_.run for one in book.benchmarks for arm in one.bench.arms for round_ in arm.rounds}
+    rows = [
+        [
+            f"{escape(run.what)} {escape(run.name)}",
+            "**in progress**" if run.status == "running" else run.status,
+            duration(run.seconds) if run.seconds is not None else "",
+            results(run.result, 4, code(f"rigbook runs show {run.run}")),
+            f"{_place(book, run)}, {code(run.run)}",
+        ]
+        for run in book.runs.values()
+        if not (run.what == "stage" and run.name in STAGES) and run.what != "server" and run.run not in rounds
+    ]
+    return ["### Other runs", "", *table(["run", "state", "took", "result", "source"], rows, right=[2])] if rows else []
 
 
 def _applied(plan: Plan) -> tuple[str, str]:
