@@ -54,15 +54,18 @@ class Stage:
         self.events = Path(spec["events"]) if spec.get("events") else None
         self.artifacts: dict[str, dict[str, Any]] = {}
         self._progress_at = 0.0
+        self._ended_at: tuple[float, float] | None = None
         self._rate = _Rate()
 
     def progress(self, done: float, total: float, unit: str, **extra: Any) -> None:
         """Say how far we are. Cheap to call in a loop: it writes at most once a second, and always at the end."""
         now = time.time()
         self._rate.note(now, done)
-        if now - self._progress_at < PROGRESS_SECONDS and done < total:
+        ended = done >= total and (done, total) != self._ended_at
+        if now - self._progress_at < PROGRESS_SECONDS and not ended:
             return
         self._progress_at = now
+        self._ended_at = (done, total) if done >= total else None
         rate = self._rate.per_second()
         eta = (total - done) / rate if rate else None
         self._emit("progress", done=done, total=total, unit=unit, rate=rate, eta=eta, **extra)
