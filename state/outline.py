@@ -18,9 +18,10 @@ FILE_NAME = "rigbook.toml"
 
 # The order in which the pipeline runs: "done / in progress / not started" is told along it.
 STAGES = (
-    "target",
     "prompts",
     "generate",
+    "held_self",
+    "held_people",
     "tokenize",
     "mix",
     "vocab",

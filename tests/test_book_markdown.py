@@ -237,6 +237,13 @@ def test_progress_tells_every_stage() -> None:
     assert (states["target"], states["prompts"], states["train"]) == ("done", "in progress", "not started")
 
 
+def test_the_book_and_the_recipe_mean_the_same_stages() -> None:
+    from pipeline.recipe import STAGES as RECIPE
+    from state.outline import STAGES
+
+    assert tuple(stage.name for stage in RECIPE) == STAGES
+
+
 def test_a_skipped_stage_keeps_the_numbers_of_the_run_that_did_it() -> None:
     events = [*stage("mix", "r1", {"rows": {"in": 9, "out": 9}}, 1.0), *stage("mix", "r2", {}, 0.0, status="skipped")]
     rows = tables(section(render(book(*events)), "Done / In progress / Not started"))[0]

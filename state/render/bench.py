@@ -229,7 +229,11 @@ def _lossless_run(book: Book) -> str:
 
 def _lossless(values: dict[str, Any]) -> str:
     same, checked = values.get("identical"), values.get("checked")
-    if isinstance(same, int) and isinstance(checked, int) and not isinstance(same, bool):
+    if isinstance(same, bool) and isinstance(checked, int):  # told for all of them at once
+        if not same:
+            return f"**Yes**: not all of {checked} greedy outputs are token-identical."
+        same = checked
+    if isinstance(same, int) and isinstance(checked, int):
         word = "No" if same == checked and checked else "**Yes**" if checked else "Not checked"
         rest = {key: value for key, value in values.items() if key not in ("identical", "checked", "rows")}
         more = "; ".join(f"{label(key)} {quantity(value)}" for key, value in flat(rest))

@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 from state.book import Book
 from state.errors import USAGE, RigbookError
-from state.outline import STAGES
 from state.render import bench, people, work
 from state.render.facts import fact_table
 from state.render.text import code, escape, host, prose, results, table, when
@@ -77,11 +76,11 @@ def section_prose(book: Book, ident: str) -> list[str]:
 
 
 def _preface(book: Book) -> list[str]:
-    if not book.events:
-        return ["Nothing is recorded yet. `rigbook probe` looks at the hosts; `rigbook run all` starts the work.", ""]
     lines = [
         f"Version {book.seq}, as of {when(book.generated_at)}. What rigbook saw and measured, each value with its"
-        f" source, and what people wrote. Head of the journal: {code(book.head[:12])}.",
+        f" source, and what people wrote. Head of the journal: {code(book.head[:12])}."
+        if book.events
+        else "Nothing is recorded yet. `rigbook probe` looks at the hosts; `rigbook run all` starts the work.",
         "",
     ]
     played = sorted(name for name in book.project.hosts if book.played(name))
@@ -178,7 +177,7 @@ def _target(book: Book) -> list[str]:
     if declared:
         lines += [f"Declared in rigbook.toml: {results(declared)}.", ""]
     lines += _facts(book, "target.")
-    run = work.last_run(book, STAGES[0])
+    run = work.last_run(book, "target")
     if run and run.result:
         lines += [f"Made by {work.run_source(book, run)}: {results(run.result)}.", ""]
     return lines

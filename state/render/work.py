@@ -20,6 +20,13 @@ def last_run(book: Book, name: str, what: str = "stage") -> Run | None:
     return worked[-1] if worked else runs[-1] if runs else None
 
 
+def _stages(book: Book) -> tuple[str, ...]:
+    """The stages to report on: those of the pipeline, and the making of the target where rigbook made it."""
+    made = ("target",) if last_run(book, "target") else ()
+    planned = book.project.has_pipeline or any(last_run(book, stage) for stage in STAGES)
+    return (*made, *STAGES) if planned else made
+
+
 def run_source(book: Book, run: Run) -> str:
     """Where the figures of a run come from."""
     at = when(run.ended or run.started)
@@ -37,9 +44,9 @@ def glance(book: Book) -> list[str]:
             said.append(f"Server **{escape(server.profile)}** is {server.state} (as of {when(server.at)}).")
     running = [run for run in book.runs.values() if run.status == "running" and run.what != "server"]
     said += [f"Running: {escape(run.name)} on {host(book, run.host)} since {when(run.started)}." for run in running]
-    if book.project.has_pipeline or any(last_run(book, stage) for stage in STAGES):
-        done = [s for s in STAGES if (run := last_run(book, s)) and run.status in ("done", "skipped")]
-        said.append(f"Pipeline: {len(done)} of {len(STAGES)} stages done.")
+    if stages := _stages(book):
+        done = [s for s in stages if (run := last_run(book, s)) and run.status in ("done", "skipped")]
+        said.append(f"Pipeline: {len(done)} of {len(stages)} stages done.")
     said += [f"**{escape(name)}** did not answer: {escape(f.reason)}." for name, f in sorted(book.failures.items())]
     bad = [run for run in book.runs.values() if run.status in ("failed", "lost")]
     if bad:
@@ -148,18 +155,16 @@ def drafters(book: Book) -> list[str]:
 
 def progress(book: Book) -> list[str]:
     rows = []
-    if book.project.has_pipeline or any(last_run(book, stage) for stage in STAGES):
-        for stage in STAGES:
-            run = last_run(book, stage)
-            if run is None:
-                rows.append([stage, "not started", "", "", ""])
-                continue
-            state = {"running": "**in progress**", "done": "done", "skipped": "done"}.get(
-                run.status, f"**{run.status}**"
-            )
-            took = duration(run.seconds) if run.seconds is not None else ""
-            told = results(run.result, 4, code(f"rigbook runs show {run.run}"))
-            rows.append([stage, state, took, told, f"{_place(book, run)}, {code(run.run)}"])
+    words = {"running": "**in progress**", "done": "done", "skipped": "done"}
+    for stage in _stages(book):
+        run = last_run(book, stage)
+        if run is None:
+            rows.append([stage, "not started", "", "", ""])
+            continue
+        took = duration(run.seconds) if run.seconds is not None else ""
+        told = results(run.result, 4, code(f"rigbook runs show {run.run}"))
+        state = words.get(run.status, f"**{run.status}**")
+        rows.append([stage, state, took, told, f"{_place(book, run)}, {code(run.run)}"])
     lines = table(["stage", "state", "took", "result", "source"], rows, right=[2])
     lines += _other_runs(book)
     servers = [
@@ -195,7 +200,7 @@ def _other_runs(book: Book) -> list[str]:
             f"{_place(book, run)}, {code(run.run)}",
         ]
         for run in book.runs.values()
-        if not (run.what == "stage" and run.name in STAGES) and run.what != "server" and run.run not in rounds
+        if not (run.what == "stage" and run.name in _stages(book)) and run.what != "server" and run.run not in rounds
     ]
     return ["### Other runs", "", *table(["run", "state", "took", "result", "source"], rows, right=[2])] if rows else []
 
