@@ -117,27 +117,32 @@ def operations(step: Callable[[], object]) -> float:
     return float(counter.get_total_flops())
 
 
-def seconds_per_call(step: Callable[[], object], at_least: float) -> float:
-    calls, began = 0, time.perf_counter()
-    while (spent := time.perf_counter() - began) < at_least:
+Clock = Callable[[], float]
+
+
+def seconds_per_call(step: Callable[[], object], at_least: float, clock: Clock) -> float:
+    calls, began = 0, clock()
+    while (spent := clock() - began) < at_least:
         step()
         calls += 1
     return spent / calls
 
 
-def product_rate(dtype: torch.dtype, at_least: float) -> float:
+def product_rate(dtype: torch.dtype, at_least: float, clock: Clock) -> float:
     """Operations a second of the faster of two products: square, and of the shape of the head's."""
     best = 0.0
     for m, k, n in ((1024, 1024, 1024), (512, 576, 8192)):
         a, b = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
-        best = max(best, 2 * m * k * n / seconds_per_call(lambda a=a, b=b: a @ b.t(), at_least / 2))  # type: ignore[misc]
+        best = max(best, 2 * m * k * n / seconds_per_call(lambda a=a, b=b: a @ b.t(), at_least / 2, clock))
     return best
 
 
-def speculators_step_seconds(python: str) -> float:
+def speculators_step_seconds(python: str, busy: bool) -> float:
     """Seconds of one step of speculators' own trainer on 512 tokens (fp32, its loss, its optimiser)."""
     script = Path(__file__).with_name("speculators_step.py")
-    made = subprocess.run([python, str(script)], capture_output=True, text=True, check=False)
+    made = subprocess.run(
+        [python, str(script), *(["--busy"] if busy else [])], capture_output=True, text=True, check=False
+    )
     if made.returncode:
         raise SystemExit(f"speculators did not run:\n{made.stderr[-2000:]}")
     return float(made.stdout.split()[-1])
@@ -149,7 +154,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement in a round")
     parser.add_argument("--speculators", metavar="PYTHON", help="a Python that has speculators, measured in turn")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
+    parser.add_argument(
+        "--busy", action="store_true", help="for a machine that others use: one thread, seconds of the processor"
+    )
     args = parser.parse_args()
+    clock: Clock = time.perf_counter
+    if args.busy:
+        torch.set_num_threads(1)
+        clock = time.process_time
 
     g = torch.Generator().manual_seed(2)
     embed = torch.randn(CONFIG.vocab_size, CONFIG.hidden_size, generator=g)
@@ -169,11 +181,11 @@ def main() -> None:
     rates: dict[str, list[float]] = {name: [] for name in types}
     for turn in range(args.rounds):
         for name, dtype in types.items():
-            rates[name].append(product_rate(dtype, args.seconds / 2))
+            rates[name].append(product_rate(dtype, args.seconds / 2, clock))
         for name, (_, step) in steps.items():
-            times[name].append(seconds_per_call(step, args.seconds))
+            times[name].append(seconds_per_call(step, args.seconds, clock))
         if args.speculators:
-            times["speculators"].append(speculators_step_seconds(args.speculators))
+            times["speculators"].append(speculators_step_seconds(args.speculators, args.busy))
         print(f"round {turn + 1} of {args.rounds}", file=sys.stderr)
 
     figures: dict[str, Any] = {"threads": torch.get_num_threads(), "torch": torch.__version__, "tokens_a_step": tokens}
@@ -197,8 +209,11 @@ def main() -> None:
             f"{name:22}{speed:10,.0f}{flops[name] / 1e6:13.1f}{done:9.3f}{statistics.median(shares):8.0%}{against:9.1f}"
         )
     if args.speculators:
-        figures["speculators"] = {"tokens_per_second": tokens / statistics.median(times["speculators"])}
-        print(f"{'speculators, fp32':22}{figures['speculators']['tokens_per_second']:10,.0f}")
+        theirs = statistics.median(times["speculators"])
+        figures["speculators"] = {"tokens_per_second": tokens / theirs}
+        print(f"{'speculators, fp32':22}{tokens / theirs:10,.0f}")
+        for name in steps:
+            print(f"{name} is {theirs / statistics.median(times[name]):.1f} times speculators")
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1) + "\n")
 

@@ -139,7 +139,7 @@ class _RmsNorm(torch.autograd.Function):
 class _HeadKl(torch.autograd.Function):
     """Forward makes loss *and* gradient, so the logits can be dropped chunk by chunk."""
 
-    CHUNK = 128  # rows: 128 x 8192 bf16 logits are 2 MB and stay in the second-level cache
+    CHUNK = 192  # rows: 192 x 8192 bf16 logits are 3 MB and stay in cache, while the head is repacked once for many
 
     @staticmethod
     def forward(
