@@ -122,13 +122,13 @@ class VocabTable(Table):
 
 class HiddenTable(Table):
     layers: list[int] = Field(default=[], description="layers whose inputs the drafter sees; empty: 2, L//2, L-3")
-    dtype: str = Field(default="bfloat16", description="number format of the stored states")
+    dtype: str = Field(default="bfloat16", description="number format the target computes in (states are stored in bf16)")
 
 
 class TrainTable(Table):
     ttt_steps: int = Field(default=3, ge=1, description="training-time-test steps")
     minutes: float = Field(default=4.0, gt=0, description="time budget, minutes")
-    batch_tokens: int = Field(default=4096, ge=1, description="tokens a step")
+    batch_tokens: int = Field(default=512, ge=1, description="tokens a step, prompts included")
     lr: float = Field(default=1e-3, gt=0, description="peak learning rate")
     dtype: str = Field(default="bfloat16", description="number format of the matrix products")
     seed: int = Field(default=0, description="random seed")
