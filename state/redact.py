@@ -3,8 +3,8 @@
 The mark holds six hex digits of an HMAC under a key of the project, so that one can see that two places held the
 same secret, and no more. Order of work: ANSI codes off, values that are known to be secret, structure (flags, headers,
 URLs, environment names, PEM blocks), then Kingfisher's rules for the looks of hundreds of vendors' tokens. Loading
-those costs half a second, so text is handed to them only where something in it could be one; a false start costs
-that half second, never a miss of structure. If anything here fails, nothing is written (`redact.failed`).
+those costs half a second (six seconds the first time on a machine), so text is handed to them only where something
+in it could be one. If anything here fails, nothing is written (`redact.failed`).
 """
 
 from __future__ import annotations
@@ -61,8 +61,10 @@ _NOT_SECRET = re.compile(
 _HARMLESS = re.compile(r"(?i)-?\d+(?:\.\d+)?|true|false|none|null|yes|no|auto|tokens?|\*+|\.\.\.|<[^<>]*>|\$\{?\w+\}?")
 
 # What a vendor's token could be: known beginnings, or a long run that mixes letters and digits and is not a hash.
+# A false start costs half a second, and six where the compiled rules are not in the user's cache yet.
 _VENDOR = re.compile(
-    r"(?:sk|pk|rk)[-_]|hf_|gh[opsur]_|github_pat|glpat|AKIA|ASIA|AIza|ya29|xox[abprs]|eyJ|npm_|pypi-|dop_v1|SG\.|AGE-"
+    r"(?<![A-Za-z0-9])(?:(?:sk|pk|rk)[-_]|hf_|gh[opsur]_|github_pat|glpat|AKIA|ASIA|AIza|ya29|xox[abprs]|eyJ|npm_"
+    r"|pypi-|dop_v1|SG\.|AGE-)[A-Za-z0-9_-]{8}"
 )
 # The commonest of them, by their looks alone: the vendor rules want white space around a token, and a full stop behind
 # it, at the end of a sentence, is enough for them to miss it.
@@ -198,11 +200,13 @@ def could_hold_token(text: str) -> bool:
         return True
     watched = bool(_WATCHWORDS.search(text))
     for run in _RUN.finditer(text):
+        if _is_digest(text, run.start()):
+            continue
         for segment in _SEGMENT.findall(run.group()):
             if _HEX.fullmatch(segment):
-                if watched and len(segment) >= 32 and not _is_digest(text, run.start()):
+                if watched and len(segment) >= 32:
                     return True
-            elif any(c.isdigit() for c in segment) and any(c.isalpha() for c in segment):
+            elif sum(c.isdigit() for c in segment) >= 2 and any(c.isalpha() for c in segment):
                 return True
     return False
 

@@ -155,6 +155,22 @@ sys.exit("kingfisher_sdk" in sys.modules)
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "SHA256:1fX0abcdEFGH2345ijklMNOP6789qrstUVWXyz01234",
+        "task_identifier disk-free-bytes risk_assessment",
+        "LlamaForCausalLMEagle3 midlayer.self_attn.q_proj.weight",
+        "/tmp/demo-rig/hosts/llm/home/eagle3/train/checkpoint-000412/model.safetensors",
+        "server-eagle3-1a2b3c4d-1 generate-0f0f0f0f-12",
+        "HuggingFaceTB/SmolLM2-135M-Instruct Intel(R) Xeon(R) Platinum 8488C",
+        "6.1.0-rigbook-amd64 2.13.0+cpu 2026.11.19.post1",
+    ],
+)
+def test_what_a_rig_says_all_the_time_does_not_load_the_scanner(text: str) -> None:
+    assert not could_hold_token(text)
+
+
 def test_the_journal_holds_no_secret(tmp_path: Any) -> None:
     path = tmp_path / "journal.db"
     with Journal.open(path) as journal:
