@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PER_LANE = 8  # channels on one connection, two below OpenSSH's default MaxSessions
 LANES = 4
-CONNECT_S, LOGIN_S = 10.0, 20.0
+CONNECT_S, LOGIN_S, SESSION_S = 10.0, 20.0, 15.0
 KEEPALIVE_S, KEEPALIVE_TRIES = 10, 3  # a peer that is gone without a word is noticed within 40 s
 TRIES = 4  # sshd drops connections at random while many knock (MaxStartups); before login it is safe to knock again
 
@@ -121,6 +121,7 @@ class SSHLink(Link):
         self._pins = pins
         self._lanes: list[_Lane] = []
         self._free = asyncio.Condition()
+        self._dialling = False
 
     async def aclose(self) -> None:
         await super().aclose()
@@ -175,7 +176,11 @@ class SSHLink(Link):
             await self._give(lane)
 
     async def _session(self, command: str) -> tuple[_Lane, asyncssh.SSHClientProcess[bytes]]:
-        for attempt in range(1, 2 * TRIES):
+        """Start `command` on a lane with room. It waits for its program on stdin, which comes later, so nothing can
+        have run when this fails, and it may try again."""
+        clock = asyncio.get_running_loop().time
+        deadline, losses, refusals = clock() + SESSION_S, 0, 0
+        while True:
             lane = await self._take()
             try:
                 process = await lane.connection.create_process(
@@ -183,35 +188,44 @@ class SSHLink(Link):
                 )
                 return lane, process
             except asyncssh.ChannelOpenError as error:
-                # This sshd allows fewer sessions than we thought: learn it and use another lane.
+                # This sshd allows fewer sessions than we thought (or has not quite closed the last one): learn it.
+                refusals += 1
                 if lane.alive:
                     lane.room = max(1, min(lane.room, lane.used - 1))
                 await self._give(lane)
-                if lane.alive and lane.used == 0:
+                if clock() > deadline:
                     raise RigbookError(
                         "host.no-session", f"sshd opens no session: {error}", host=self.name, exit_code=UNREACHABLE
                     ) from error
-                await asyncio.sleep(backoff(attempt) / 4)
+                await asyncio.sleep(backoff(min(refusals, 3)) / 4)
             except (asyncssh.Error, OSError) as error:
-                # Before the command was sent nothing can have happened; a fresh connection may do.
+                losses += 1
                 await self._give(lane)
-                if attempt >= TRIES:
+                if losses >= TRIES:
                     raise Lost(str(error)) from error
-        raise Lost("no session could be opened")
 
     async def _take(self) -> _Lane:
-        async with self._free:
-            while True:
+        """A lane with room for one more session; a new one when all are full. One connection is made at a time, so that
+        many callers do not knock at sshd together (MaxStartups)."""
+        while True:
+            async with self._free:
                 self._lanes = [lane for lane in self._lanes if lane.alive]
                 for lane in self._lanes:
                     if lane.used < lane.room:
                         lane.used += 1
                         return lane
-                if len(self._lanes) < LANES:
-                    lane = _Lane(await self._connect(), used=1)
-                    self._lanes.append(lane)
-                    return lane
-                await self._free.wait()
+                if self._dialling or len(self._lanes) >= LANES:
+                    await self._free.wait()
+                    continue
+                self._dialling = True
+            try:
+                lane = _Lane(await self._connect(), used=1)
+                self._lanes.append(lane)
+                return lane
+            finally:
+                self._dialling = False
+                async with self._free:
+                    self._free.notify_all()
 
     async def _give(self, lane: _Lane) -> None:
         async with self._free:
