@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,14 +17,16 @@ from state.journal import Journal
 from tests import desk_project
 from tui import actions
 from tui.app import RigbookApp, picture
+from tui.cli.main import COMMANDS
 from tui.look import ASCII, UNICODE
 from tui.screens.book import BookPane
 from tui.screens.logs import LogsPane
 from tui.screens.modals import Chooser, Confirm, Reader
-from tui.widgets.bars import Bar
+from tui.snapshot import JobView
 from tui.widgets.board import Board
 
 SIZES = [(80, 24), (120, 40)]
+STOP = f"rigbook jobs stop {desk_project.TRAIN} --host llm"
 
 
 @pytest.fixture
@@ -65,7 +68,7 @@ async def shows(pilot: Pilot[None], *words: str) -> str:
 
 
 def top(app: RigbookApp) -> str:
-    return app.query_one("#top", Bar).text
+    return app.top_bar.text
 
 
 # -- what each screen says ---------------------------------------------------------------------------------------
@@ -217,7 +220,7 @@ async def test_another_log_is_chosen_by_key(project: Path) -> None:
         await pilot.press("s")
         await until(pilot, lambda: isinstance(app.screen, Chooser))
         await pilot.press("down", "enter")
-        await until(pilot, lambda: "train" not in app.query_one("#log-title", Bar).text)
+        await until(pilot, lambda: "train" not in app.query_one(LogsPane).bar.text)
         assert app.query_one(LogsPane).target != f"run:{desk_project.TRAIN}"
 
 
@@ -353,12 +356,12 @@ async def test_an_action_shows_its_plan_and_enter_alone_does_nothing(project: Pa
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.press("5")
         await shows(pilot, "train is running")
-        for keys, expected in ((["enter"], []), (["right", "enter"], [f"rigbook jobs stop {desk_project.TRAIN}"])):
+        for keys, expected in ((["enter"], []), (["right", "enter"], [STOP])):
             await pilot.press("x")
             await until(pilot, lambda: isinstance(app.screen, Chooser))
             await pilot.press("enter")
             await until(pilot, lambda: isinstance(app.screen, Confirm))
-            await shows(pilot, f"rigbook jobs stop {desk_project.TRAIN}")
+            await shows(pilot, "rigbook jobs stop", "Cancel")
             await pilot.press(*keys)
             await until(pilot, lambda: not isinstance(app.screen, Confirm))
             await until(pilot, lambda expected=expected: started == expected)
@@ -383,7 +386,7 @@ async def test_what_an_action_acts_on_is_fixed_when_it_is_chosen(project: Path, 
         await until(pilot, lambda: isinstance(app.screen, Confirm))
         await pilot.press("right", "enter")
         await until(pilot, lambda: started)
-        assert started == [f"rigbook jobs stop {desk_project.TRAIN}"]
+        assert started == [STOP]
 
 
 async def test_a_real_action_runs_the_real_command_and_its_failure_is_told(project: Path) -> None:
@@ -397,6 +400,46 @@ async def test_a_real_action_runs_the_real_command_and_its_failure_is_told(proje
         await shows(pilot, "exit 2", "no stage named 'no-such-stage'")
         logs = list((project / ".rigbook" / "actions").glob("*.log"))
         assert len(logs) == 1 and "$ rigbook run no-such-stage" in logs[0].read_text()
+
+
+async def test_every_action_is_a_command_that_exists_and_plans_or_looks(project: Path) -> None:
+    with Journal.open(project / ".rigbook" / "journal.db") as journal:
+        journal.append(events.PlanMade(plan="clean-0123456789", action="clean", host="llm", items=[orphan(1, None)]))
+    app = app_on(project)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await until(pilot, lambda: app.snapshot.plans)
+        every = actions.everything(app.snapshot)
+    assert {a.id.partition(":")[0] for a in every} >= {
+        "run",
+        "run-from",
+        "stop",
+        "serve",
+        "unserve",
+        "bench",
+        "probe",
+        "clean",
+    }
+    for action in every:
+        command = COMMANDS[action.words[0]]
+        assert action.changes
+        if action.dry_run:
+            assert "dry-run" in command.flags, f"{action.command} has no dry run to show"
+        else:
+            assert action.what or not action.asks, f"{action.command} would ask without saying what it does"
+        assert ("--yes" in actions.command_line(project, action.words, "yes")) == ("yes" in command.flags.split())
+
+
+async def test_a_job_that_is_over_is_not_shown_as_running(project: Path) -> None:
+    app = app_on(project, hosts=True)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await shows(pilot, "● up", "▶ running")
+        assert app._collector is not None
+        watch = app._collector._watches["llm"]
+        over = JobView("llm", desk_project.TRAIN, "train", "vanished")
+        watch.view = replace(watch.view, jobs=(over,), jobs_at=time.time())
+        watch.every = 1000.0  # this is what the host said last
+        await until(pilot, lambda: "its job is over" in screen_text(app))
+        assert "▶ running" not in screen_text(app)
 
 
 async def test_the_palette_offers_what_is_possible_now(project: Path) -> None:

@@ -16,10 +16,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tui.snapshot import Snapshot
+from tui.snapshot import HostView, Snapshot
 
 FOLDER = "actions"  # under .rigbook/: what each action said
 PLAN_SECONDS = 90.0
+NO_HOST = HostView("", "", "")
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,11 @@ def _for_target(kind: str, name: str, snapshot: Snapshot) -> Iterator[Action]:
             yield stop_server(name)
         else:
             yield start_server(name)
-    if kind in {"run", "job"}:
+    if kind == "job":
+        host, _, job = name.partition("/")
+        if any(j.id == job and j.state == "running" for j in (snapshot.host(host) or NO_HOST).jobs):
+            yield stop_job(job, host)
+    if kind == "run":
         run = snapshot.run(name)
         if run is not None and run.status == "running" and run.job:
             profile = next((s.profile for s in snapshot.servers if s.run == run.run), None)
@@ -126,7 +131,7 @@ def stop_job(job: str, host: str | None) -> Action:
     return Action(
         f"stop:{job}",
         f"Stop {job}",
-        ("jobs", "stop", job),
+        ("jobs", "stop", job, *(("--host", host) if host else ())),
         f"Asks the job {job} on {host or 'its host'} to end (SIGTERM to its own processes), waits, looks again.",
     )
 
@@ -152,6 +157,7 @@ def everything(snapshot: Snapshot) -> list[Action]:
         *(f"stage:{s.name}" for s in snapshot.stages),
         *(f"profile:{s.profile}" for s in snapshot.servers),
         *(f"run:{r.run}" for r in snapshot.running),
+        *(f"job:{j.host}/{j.id}" for j in snapshot.bare_jobs),
         *(f"plan:{p.plan}" for p in snapshot.plans),
     ]
     for target in targets:
@@ -167,7 +173,12 @@ def everything(snapshot: Snapshot) -> list[Action]:
 # -- running them ----------------------------------------------------------------------------------------------
 
 
-def command_line(root: Path, words: tuple[str, ...]) -> list[str]:
+def command_line(root: Path, words: tuple[str, ...], flag: str = "") -> list[str]:
+    """The process to start; `flag` (yes, dry-run) is given where the command knows it."""
+    from tui.cli.main import COMMANDS
+
+    if flag in COMMANDS[words[0]].flags.split() and f"--{flag}" not in words:
+        words = (*words, f"--{flag}")
     return [sys.executable, "-m", "tui.cli.main", "-C", str(root), *words]
 
 
@@ -188,7 +199,7 @@ async def plan(root: Path, action: Action) -> tuple[int, str]:
     if not action.dry_run:
         return 0, action.what
     process = await asyncio.create_subprocess_exec(
-        *command_line(root, (*action.words, "--dry-run")),
+        *command_line(root, action.words, "dry-run"),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
@@ -214,7 +225,7 @@ async def execute(root: Path, action: Action) -> tuple[asyncio.subprocess.Proces
     with path.open("ab", buffering=0) as log:
         log.write(f"$ {action.command}\n".encode())
         process = await asyncio.create_subprocess_exec(
-            *command_line(root, (*action.words, "--yes")),
+            *command_line(root, action.words, "yes"),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log,
             stderr=asyncio.subprocess.STDOUT,
@@ -225,11 +236,12 @@ async def execute(root: Path, action: Action) -> tuple[asyncio.subprocess.Proces
 
 
 def last_words(path: Path) -> str:
-    """The last line that an action said, for a message; a hint belongs to the error above it."""
+    """What an action said, where one line tells it: its error, else its only line. A table is for the log."""
     from tui.logfile import LogFile
 
     file = LogFile(path)
     file.grow()
     lines = [file.line(i).strip() for i in range(max(0, file.count - 40), file.count)]
-    errors = [text for text in lines if text.startswith("error[")]
-    return errors[-1] if errors else next((text for text in reversed(lines) if text and not text.startswith("$ ")), "")
+    said = [text for text in lines if text and not text.startswith("$ ")]
+    errors = [text for text in said if text.startswith("error[")]
+    return errors[-1] if errors else said[0] if len(said) == 1 else ""

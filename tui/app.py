@@ -82,6 +82,9 @@ class RigbookApp(App[None]):
         self._came_from: list[str] = []  # screens that Esc goes back to
         self._working: dict[str, Path] = {}  # running actions -> their logs
         self.panes: tuple[Pane, ...] = ()
+        self.top_bar = Bar(id="top", look=self.look)
+        self.notice_bar = Bar(id="notice", look=self.look)
+        self.bottom_bar = Bar(id="bottom", look=self.look)
         self.animation_level = "none"
         self.theme = "ansi-dark"
         self.set_class(self.look.ascii, "-ascii")
@@ -99,11 +102,12 @@ class RigbookApp(App[None]):
             LogsPane(look),
             BookPane(look, self._book_text),
         )
-        yield Bar(id="top", look=look)
-        with ContentSwitcher(initial=self.panes[0].NAME, id="panes"):
+        self.switcher = ContentSwitcher(initial=self.panes[0].NAME, id="panes")
+        yield self.top_bar
+        with self.switcher:
             yield from self.panes
-        yield Bar(id="notice", look=look)
-        yield Bar(id="bottom", look=look)
+        yield self.notice_bar
+        yield self.bottom_bar
 
     def on_mount(self) -> None:
         for pane in self.panes:
@@ -117,7 +121,7 @@ class RigbookApp(App[None]):
 
     @property
     def current(self) -> Pane:
-        name = self.query_one("#panes", ContentSwitcher).current
+        name = self.switcher.current
         return next(pane for pane in self.panes if name == pane.NAME)
 
     # -- data --------------------------------------------------------------------------------------------------
@@ -157,16 +161,16 @@ class RigbookApp(App[None]):
         name = clean(self.snapshot.project)
         if len(name) > max(6, room):
             name = name[: max(5, room - 1)] + self.look.dots
-        self.query_one("#top", Bar).show(
+        self.top_bar.show(
             ((f" {name} ", "bold"), *tabs), ((lock, "hit" if self.unlocked else "dim"),), reverse=self.unlocked
         )
-        self.query_one("#bottom", Bar).show(tuple(self._hints(width)))
+        self.bottom_bar.show(tuple(self._hints(width)))
         words, style, until = self._notice
         left: tuple[Part, ...] = ((f" {words}", style),) if time.monotonic() < until else ()
         running = tuple(sorted(self._working))
         if not left and running:
             left = ((f" {self.look.mark('running')} {', '.join(running)}", "run"),)
-        self.query_one("#notice", Bar).show(left, ((self._link_words(), "dim"),))
+        self.notice_bar.show(left, ((self._link_words(), "dim"),))
 
     def _hints(self, width: int) -> Iterator[Part]:
         hints = [*self.current.hints]
@@ -234,7 +238,7 @@ class RigbookApp(App[None]):
         self._switch(name)
 
     def _switch(self, name: str) -> None:
-        self.query_one("#panes", ContentSwitcher).current = name
+        self.switcher.current = name
         pane = self.current
         pane.enter()
         # The pane knows its size after the layout: draw then.
@@ -268,7 +272,10 @@ class RigbookApp(App[None]):
         self.push_screen(Reader(f"{pane.TITLE}: help", lines, self.look))
 
     def action_log(self) -> None:
-        key = log_of(self.current.target, self.snapshot)
+        target = self.current.target
+        key = log_of(target, self.snapshot)
+        if target and target.startswith("job:") and self._collector is not None:
+            self._collector.want(*target.removeprefix("job:").split("/", 1))
         if key is None:
             self.say("nothing under the cursor has a log")
             return
@@ -401,6 +408,8 @@ def log_of(target: str | None, snapshot: Snapshot) -> str | None:
         run = next((s.run.run for s in snapshot.stages if s.name == name and s.run is not None), None)
     elif kind == "profile":
         run = next((s.run for s in snapshot.servers if s.profile == name), None)
+    elif kind == "job":
+        run = name.partition("/")[2]
     elif kind == "action":
         return target
     else:

@@ -6,6 +6,7 @@ Everything here blocks and runs on one thread of the collector; nothing here tou
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from state.journal import Journal, Record
 
 MAX_RUNS = 400  # newest runs that the app holds
+PATIENCE_SECONDS = 3.0  # before a journal that cannot be read is told
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class BookSource:
         self._records: list[Record] = []
         self._version: tuple[int, int] | None = None
         self._outline_at: float | None = None
+        self._failing_since: float | None = None
         self._outline = Outline()
 
     def poll(self) -> BookViews | None:
@@ -76,8 +79,14 @@ class BookSource:
                 self._version = version
                 self._records += self._journal.records(since=self._records[-1].seq if self._records else 0)
                 changed = True
+            self._failing_since = None
         except (RigbookError, OSError) as error:
             self.close()
+            now = time.monotonic()
+            self._failing_since = self._failing_since or now
+            if now - self._failing_since < PATIENCE_SECONDS:
+                # Somebody may be making it at this moment: its file is there before its tables are.
+                return BookViews(outline=self._outline) if changed else None
             return BookViews(outline=self._outline, problem=f"the journal cannot be read: {error}")
         return self._views() if changed else None
 

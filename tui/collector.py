@@ -22,7 +22,7 @@ from state.outline import Outline
 from tui.book_source import BookSource, BookViews
 from tui.host_source import HostWatch
 from tui.run_source import RunSource
-from tui.snapshot import HostView, LogSource, RunView, ServerView, Snapshot, StageView
+from tui.snapshot import HostView, JobView, LogSource, RunView, ServerView, Snapshot, StageView
 
 T = TypeVar("T")
 
@@ -39,6 +39,7 @@ METRICS_SECONDS = 3.0
 MIRROR_SECONDS = 1.0
 CLOSE_SECONDS = 2.0  # that a dead host may hold up the end
 ALIVE = {"starting", "loading", "ready"}
+GONE = {"finished", "vanished", "lost_reboot"}  # states of a job that has ended
 
 
 class Collector:
@@ -56,6 +57,7 @@ class Collector:
         self._logs: tuple[LogSource, ...] = ()
         self._watches: dict[str, HostWatch] = {}
         self._figures: dict[str, tuple[Mapping[str, Any], float | None, str]] = {}  # profile -> figures, when, problem
+        self._wanted: set[tuple[str, str]] = set()
         self._project_problem = ""
         self._rig: Rig | None = None
         self._stages: tuple[tuple[str, str], ...] = ()
@@ -83,6 +85,10 @@ class Collector:
         for watch in self._watches.values():
             watch.ask_now()
         self._dirty.set()
+
+    def want(self, host: str, job: str) -> None:
+        """Somebody reads the output of a job that is no run of the book: bring it here from now on."""
+        self._wanted.add((host, job))
 
     async def text(self, version: int | None, base: int | None) -> str:
         """The book as Markdown, or a difference; made on the journal's thread."""
@@ -112,11 +118,14 @@ class Collector:
 
         self._stages = tuple((s.name, s.help) for s in recipe.STAGES)
         while True:
-            logs = await asyncio.to_thread(self._runs.logs, self._views.runs)
+            logs = await asyncio.to_thread(self._runs.logs, self._views.runs, self._jobs())
             if self._runs.poll(self._interesting()) or logs != self._logs:
                 self._logs = logs
                 self._dirty.set()
             await asyncio.sleep(FILES_SECONDS)
+
+    def _jobs(self) -> dict[str, JobView]:
+        return {job.id: job for watch in self._watches.values() for job in watch.view.jobs}
 
     def _interesting(self) -> list[str]:
         """Runs whose own words are shown: those that work, and the last of each stage."""
@@ -222,14 +231,15 @@ class Collector:
 
         while True:
             await asyncio.sleep(MIRROR_SECONDS)
-            for run in [r for r in self._views.runs if r.status == "running" and r.job and r.host]:
-                watch = self._watches.get(run.host or "")
-                folder = self.root / ".rigbook" / "runs" / run.run
+            runs = [(r.host, r.job, r.run) for r in self._views.runs if r.status == "running" and r.job and r.host]
+            for host, job, run in [*runs, *((host, job, job) for host, job in self._wanted)]:
+                watch = self._watches.get(host or "")
+                folder = self.root / ".rigbook" / "runs" / run
                 if watch is None or watch.link is None or await asyncio.to_thread(followed, folder):
                     continue
                 with contextlib.suppress(RigbookError, TimeoutError, OSError):
                     await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
-                    await asyncio.wait_for(jobs.mirror(watch.link, run.job or "", folder), 30)
+                    await asyncio.wait_for(jobs.mirror(watch.link, job or "", folder), 30)
 
     # -- putting it together -----------------------------------------------------------------------------------
 
@@ -245,7 +255,10 @@ class Collector:
     def snapshot(self) -> Snapshot:
         """Everything known now."""
         views = self._views
-        runs = tuple(replace(run, progress=self._runs.progress(run.run)) for run in views.runs)
+        jobs = self._jobs()
+        runs = tuple(
+            replace(run, progress=self._runs.progress(run.run), status=run_status(run, jobs)) for run in views.runs
+        )
         problems = [text for text in (self._project_problem or views.problem,) if text]
         return Snapshot(
             at=time.time(),
@@ -254,7 +267,7 @@ class Collector:
             seq=views.seq,
             hosts=self._host_views(views.outline),
             stages=stage_views(self._stages if views.outline.has_pipeline else (), runs),
-            servers=tuple(self._server_view(name, table, views) for name, table in views.outline.profiles.items()),
+            servers=tuple(self._server_view(name, views, jobs) for name in views.outline.profiles),
             runs=runs,
             benches=views.benches,
             warnings=views.warnings,
@@ -278,11 +291,16 @@ class Collector:
             for name, table in outline.hosts.items()
         )
 
-    def _server_view(self, name: str, table: Mapping[str, Any], views: BookViews) -> ServerView:
+    def _server_view(self, name: str, views: BookViews, jobs: Mapping[str, JobView]) -> ServerView:
         full = resolved(name, views.outline.profiles)
         now = views.servers.get(name)
         figures, at, problem = self._figures.get(name, ({}, None, ""))
         speculative = full.get("speculative") or {}
+        state, detail = (now.state, now.detail) if now else ("not started", "")
+        job = jobs.get(now.run) if now else None
+        if job is not None and state in ALIVE and job.state in GONE:
+            # The host knows better than the book, where nobody has recorded the end yet.
+            state, detail = "vanished", f"its job is {job.state}; `rigbook status` records it"
         return ServerView(
             profile=name,
             engine=str(full.get("engine", "?")),
@@ -290,8 +308,8 @@ class Collector:
             port=full.get("port"),
             speculative=" ".join(str(speculative[k]) for k in ("algorithm",) if k in speculative)
             + (f", {speculative['steps']} steps" if "steps" in speculative else ""),
-            state=now.state if now else "not started",
-            detail=now.detail if now else "",
+            state=state,
+            detail=detail,
             run=now.run if now else None,
             since=now.since if now else None,
             figures=figures,
@@ -300,6 +318,12 @@ class Collector:
             args=tuple((k, str(v)) for k, v in (full.get("args") or {}).items()),
             bench=last_bench(name, views.benches),
         )
+
+
+def run_status(run: RunView, jobs: Mapping[str, JobView]) -> str:
+    """A run that the book has as running while its host says that the job is over has that job's state."""
+    job = jobs.get(run.job or "")
+    return job.state if run.status == "running" and job is not None and job.state in GONE else run.status
 
 
 def followed(folder: Path) -> bool:

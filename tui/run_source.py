@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tui.snapshot import LogSource, Progress, RunView
+from tui.snapshot import JobView, LogSource, Progress, RunView
 
 KEPT = 4000  # values of one metric that the app holds; older ones are in the file
 METRICS = 12  # of one run
@@ -123,7 +123,7 @@ class RunSource:
         reader = self._readers.get(run)
         return reader.progress if reader else Progress()
 
-    def logs(self, runs: tuple[RunView, ...]) -> tuple[LogSource, ...]:
+    def logs(self, runs: tuple[RunView, ...], jobs: Mapping[str, JobView]) -> tuple[LogSource, ...]:
         """Every log that lies on this machine: what runs first, then the newest."""
         by_run = {run.run: run for run in runs}
         found = []
@@ -138,8 +138,9 @@ class RunSource:
                 found.append(LogSource(f"action:{path.stem}", f"action {name} {when}", str(path), "done", at))
                 continue
             run = by_run.get(path.parent.name)
-            state = run.status if run else "unknown"
-            title = f"{run.what} {run.name}" if run else path.parent.name
+            job = jobs.get(path.parent.name)
+            state = run.status if run else job.state if job else "unknown"
+            title = f"{run.what} {run.name}" if run else f"job {path.parent.name}"
             found.append(LogSource(f"run:{path.parent.name}", title, str(path), state, at))
         # A server runs for days; what runs and ends is what somebody wants to see first.
         found.sort(key=lambda s: (s.state == "running", not s.title.startswith("server "), s.at or 0.0), reverse=True)

@@ -190,5 +190,11 @@ class Snapshot:
         return next((h for h in self.hosts if h.name == name), None)
 
     @property
+    def bare_jobs(self) -> tuple[JobView, ...]:
+        """Running jobs that the book knows no run of: started by hand, or from another copy of the project."""
+        known = {run.job for run in self.runs}
+        return tuple(j for host in self.hosts for j in host.jobs if j.state == "running" and j.id not in known)
+
+    @property
     def running(self) -> tuple[RunView, ...]:
         return tuple(r for r in self.runs if r.status == "running")

@@ -78,10 +78,7 @@ def run(stage: Stage) -> dict[str, Any]:
             stage.fact("training.steps", total)
         chosen = [rows[i] for i in next(batches)]
         batch, _ = pack(chosen, rms, settings.dtype)
-        try:
-            outcome = trainer.step(batch, total)
-        except FloatingPointError as error:
-            stage.refuse("train.not-finite", f"{error}; lower pipeline.train.lr (now {settings.lr:g})")
+        outcome = trainer.step(batch, total)
         entry = {
             "step": trainer.steps_done,
             "tokens": len(batch.tokens),

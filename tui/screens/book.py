@@ -49,17 +49,15 @@ The same text on the command line: `rigbook book show`, `rigbook book diff A B`.
         self._rendered = Rendered((), ())
         self._needle = ""
         self._message = ""
+        self.bar = Bar(id="book-title", look=look)
+        self.board = Board(look=look)
+        self.entry = Input(placeholder="search", id="book-search", compact=True)
+        self.entry.display = False
 
     def compose(self) -> ComposeResult:
-        yield Bar(id="book-title", look=self.look)
-        yield Board(look=self.look)
-        entry = Input(placeholder="search", id="book-search", compact=True)
-        entry.display = False
-        yield entry
-
-    @property
-    def board(self) -> Board:
-        return self.query_one(Board)
+        yield self.bar
+        yield self.board
+        yield self.entry
 
     @property
     def target(self) -> str | None:
@@ -67,7 +65,7 @@ The same text on the command line: `rigbook book show`, `rigbook book diff A B`.
 
     @property
     def hints(self) -> tuple[Hint, ...]:
-        if self.query_one("#book-search", Input).display:
+        if self.entry.display:
             return (("Enter", "search"), ("Esc", "back"))
         here = (("s", "sections"), ("v", "versions"), ("d", "diff"), ("/", "search"))
         return (*here, ("Esc", "now")) if self.version is not None or self.base is not None else here
@@ -122,7 +120,7 @@ The same text on the command line: `rigbook book show`, `rigbook book diff A B`.
         now = "the book" if seq is None else f"version {seq} (now)"
         which = now if self.version is None else f"version {self.version}"
         title = f" {which}" if self.base is None else f" what changed from version {self.base} to {which}"
-        self.query_one("#book-title", Bar).show(((title, "head"),), ((f"{self._message} ", "warn"),))
+        self.bar.show(((title, "head"),), ((f"{self._message} ", "warn"),))
 
     # -- jumping ---------------------------------------------------------------------------------------------
 
@@ -169,10 +167,9 @@ The same text on the command line: `rigbook book show`, `rigbook book diff A B`.
     # -- searching -------------------------------------------------------------------------------------------
 
     def action_search(self) -> None:
-        entry = self.query_one("#book-search", Input)
-        entry.display = True
-        entry.value = ""
-        entry.focus()
+        self.entry.display = True
+        self.entry.value = ""
+        self.entry.focus()
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         event.stop()
@@ -196,11 +193,11 @@ The same text on the command line: `rigbook book show`, `rigbook book diff A B`.
         self._title()
 
     def _close_search(self) -> None:
-        self.query_one("#book-search", Input).display = False
+        self.entry.display = False
         self.board.focus()
 
     def back(self) -> bool:
-        if self.query_one("#book-search", Input).display:
+        if self.entry.display:
             self._close_search()
         elif self._needle:
             self._needle = self._message = ""

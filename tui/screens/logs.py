@@ -37,20 +37,18 @@ long lines. Colour codes, control characters and bytes that are no text are made
     def __init__(self, look: Look) -> None:
         super().__init__(look)
         self.wanted: str | None = None  # key of the source that was chosen
+        self.bar = Bar(id="log-title", look=look)
+        self.view = LogView(look=look)
+        self.entry = Input(placeholder="search", id="log-search", compact=True)
+        self.entry.display = False
 
     def compose(self) -> ComposeResult:
-        yield Bar(id="log-title", look=self.look)
-        yield LogView(look=self.look)
-        entry = Input(placeholder="search", id="log-search", compact=True)
-        entry.display = False
-        yield entry
+        yield self.bar
+        yield self.view
+        yield self.entry
 
     def on_mount(self) -> None:
         self.set_interval(POLL_SECONDS, self._poll)
-
-    @property
-    def view(self) -> LogView:
-        return self.query_one(LogView)
 
     @property
     def source(self) -> LogSource | None:
@@ -67,7 +65,7 @@ long lines. Colour codes, control characters and bytes that are no text are made
 
     @property
     def hints(self) -> tuple[Hint, ...]:
-        if self.query_one("#log-search", Input).display:
+        if self.entry.display:
             return (("Enter", "search"), ("Esc", "back"))
         follow = "pause" if self.view.following else "follow"
         return (("/", "search"), ("n N", "hits"), ("f", follow), ("s", "sources"), ("< >", "other log"))
@@ -95,7 +93,7 @@ long lines. Colour codes, control characters and bytes that are no text are made
 
     def _title(self) -> None:
         source, view = self.source, self.view
-        bar = self.query_one("#log-title", Bar)
+        bar = self.bar
         if source is None:
             words = f"log of {self.wanted} is not here yet" if self.wanted else "no logs on this machine yet"
             bar.show((("  " + words if self.snapshot.loaded else "  reading", "dim"),))
@@ -117,7 +115,7 @@ long lines. Colour codes, control characters and bytes that are no text are made
     # -- choosing --------------------------------------------------------------------------------------------
 
     def action_sources(self) -> None:
-        if self.query_one("#log-search", Input).display:
+        if self.entry.display:
             return
         lines = source_lines(self.snapshot, self.app.size.width - 10, self.look)
         if lines:
@@ -136,10 +134,9 @@ long lines. Colour codes, control characters and bytes that are no text are made
     # -- searching -------------------------------------------------------------------------------------------
 
     def action_search(self) -> None:
-        entry = self.query_one("#log-search", Input)
-        entry.display = True
-        entry.value = ""
-        entry.focus()
+        self.entry.display = True
+        self.entry.value = ""
+        self.entry.focus()
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         event.stop()
@@ -148,11 +145,11 @@ long lines. Colour codes, control characters and bytes that are no text are made
         self._title()
 
     def _close_search(self) -> None:
-        self.query_one("#log-search", Input).display = False
+        self.entry.display = False
         self.view.focus()
 
     def back(self) -> bool:
-        if self.query_one("#log-search", Input).display:
+        if self.entry.display:
             self._close_search()
             return True
         if self.view.needle:

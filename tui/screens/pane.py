@@ -60,12 +60,12 @@ class Pane(Vertical):
 class BoardPane(Pane):
     """A pane that is one board, drawn by a pure function of snapshot and width."""
 
-    def compose(self) -> ComposeResult:
-        yield Board(look=self.look)
+    def __init__(self, look: Look) -> None:
+        super().__init__(look)
+        self.board = Board(look=look)
 
-    @property
-    def board(self) -> Board:
-        return self.query_one(Board)
+    def compose(self) -> ComposeResult:
+        yield self.board
 
     def lines(self, snapshot: Snapshot, width: int) -> Sequence[Line]:
         raise NotImplementedError

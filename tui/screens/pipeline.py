@@ -60,7 +60,7 @@ def summary(snapshot: Snapshot, look: Look) -> Line:
     running = [stage for stage in snapshot.stages if stage.state == "running"]
     if running:
         note += f" {look.sep} {running[0].name} is running"
-    failed = [stage.name for stage in snapshot.stages if stage.state in {"failed", "lost"}]
+    failed = [stage.name for stage in snapshot.stages if stage.state in {"failed", "lost", "vanished"}]
     if failed:
         note += f" {look.sep} failed: {', '.join(failed)}"
     return heading("Pipeline", note)

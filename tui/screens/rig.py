@@ -102,10 +102,10 @@ def host_says(host: HostView, shown: str, snapshot: Snapshot, look: Look) -> str
         words.append("connecting" + look.dots)
     elif shown == "stale" and host.answered is not None:
         words.append(f"as of {age(snapshot.at - host.answered)} ago")
-    words += figure_words(host.figures, look)
     running = [job for job in host.jobs if job.state == "running"]
     if host.jobs_at is not None and running:
         words.append(f"{len(running)} job{'s' if len(running) != 1 else ''}")
+    words += figure_words(host.figures, look)
     return f" {look.sep} ".join(words) if words else look.dash
 
 
@@ -151,6 +151,15 @@ def running_lines(snapshot: Snapshot, width: int, look: Look) -> list[Line]:
                 ],
             )
         )
+    for job in snapshot.bare_jobs:
+        lasted = duration(snapshot.at - job.started if job.started is not None else None, look.dash)
+        words = f"job {job.id}, for {lasted}; the book has no run of it"
+        rows.append(
+            (
+                f"job:{job.host}/{job.id}",
+                [state(look, job.state), (job.name, ""), (job.host, "dim"), (clean(words), "")],
+            )
+        )
     if not rows:
         return [line(("nothing runs" if snapshot.loaded else "reading" + look.dots, "dim"))]
     return table([Column(), Column(), Column(), Column(flex=True, least=16)], rows, width, look, header=False)
@@ -191,6 +200,9 @@ def alert_lines(snapshot: Snapshot, width: int, look: Look) -> list[Line]:
         if run.what == "server" or (run.what, run.name) in newest:
             continue
         newest.add((run.what, run.name))
+        if run.status in {"finished", "vanished", "lost_reboot"}:
+            text = "its job is over and the book does not know yet: `rigbook status` records it"
+            rows.append((f"run:{run.run}", [(f"{look.mark(run.status)} {run.name}", "warn"), (text, "")]))
         if run.status in {"failed", "lost"}:
             why = clean(str(run.result.get("error") or f"exit {run.exit}" if run.exit is not None else run.status))
             rows.append((f"run:{run.run}", [state(look, run.status, run.name), (why, "")]))

@@ -8,7 +8,7 @@ from rich.style import Style
 from textual.strip import Strip
 from textual.widget import Widget
 
-from tui.lines import Part
+from tui.lines import Part, cut
 from tui.look import STYLES, UNICODE, Look
 
 
@@ -39,7 +39,8 @@ class Bar(Widget):
         width = self.size.width
         right = [Segment(self.look.shown(text), STYLES.get(style, STYLES[""]) + over) for text, style in self.right]
         room = max(0, width - sum(cell_len(text) for text, _ in self.right))
-        left = Strip(
-            [Segment(self.look.shown(text), STYLES.get(style, STYLES[""]) + over) for text, style in self.left]
-        )
+        shown = self.left
+        if room and sum(cell_len(text) for text, _ in shown) > room:
+            shown = cut(shown, room - 1, self.look)  # the two sides never touch, and what is cut says so
+        left = Strip([Segment(self.look.shown(text), STYLES.get(style, STYLES[""]) + over) for text, style in shown])
         return Strip([*left.adjust_cell_length(room, over), *right]).adjust_cell_length(width, over)
