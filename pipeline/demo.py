@@ -23,6 +23,7 @@ from remote import cleanup, demo_rig, jobs
 from remote.inventory import probe_host
 from state import events
 from state.book import open_book
+from state.condense import append_observations
 from state.errors import USAGE, RigbookError
 from state.render import markdown
 
@@ -63,7 +64,7 @@ async def probe_and_target(demo: Demo) -> None:
         for name in demo.work.project.hosts:
             link = await demo.work.rig.link(name)
             found = await probe_host(link, demo.work.project)
-            demo.work.journal.append(*found)
+            append_observations(demo.work.journal, found)
             facts = {e.key: e.value for e in found if isinstance(e, events.FactObserved)}
             demo.note("target", "host_facts", host=name, facts=facts)
             for event in found:

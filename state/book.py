@@ -15,7 +15,7 @@ from state import facts as fact_rules
 from state.benchmarks import BenchRecord
 from state.benchmarks import from_dict as bench_from_dict
 from state.errors import USAGE, RigbookError
-from state.facts import Fact, Observation, Source
+from state.facts import Fact
 from state.journal import Journal
 from state.outline import Outline, journal_path, read_outline
 from state.record import GENESIS, Record
@@ -306,37 +306,36 @@ def _opened(book: Book, record: Record, body: dict[str, Any]) -> None:
 
 
 def _fact(book: Book, record: Record, body: dict[str, Any]) -> None:
-    seen = Observation(
-        value=body["value"],
-        unit=body["unit"],
-        confidence=body["confidence"],
-        owner=body["owner"],
-        source=Source(**body["source"]),
-        observed_at=body["observed_at"] or record.ts,
-        event=record.id,
-        seq=record.seq,
-        actor=record.actor,
-    )
+    seen = fact_rules.observation_of(body, record.id, record.seq, record.ts, record.actor)
     fact_rules.observe(book.facts, body["key"], seen)
     if seen.source.host and seen.owner == "machine":
-        book.failures.pop(seen.source.host, None)
-        for where, what in list(book.failed_looks):
-            if where == seen.source.host and fact_rules.concerns(body["key"], where, what, _envs_of(book, where)):
-                del book.failed_looks[where, what]
+        _answered(book, seen.source.host, [body["key"]])
+
+
+def _confirmed(book: Book, record: Record, body: dict[str, Any]) -> None:
+    for key, event in body["facts"].items():
+        fact_rules.confirm(book.facts, key, event, body["observed_at"])
+    if body["host"]:
+        _answered(book, body["host"], list(body["facts"]))
+
+
+def _answered(book: Book, host: str, keys: list[str]) -> None:
+    """A host told of `keys`: what could not be looked at before could be now."""
+    book.failures.pop(host, None)
+    envs = [name for name, env in book.project.envs.items() if env.get("host") == host]
+    for where, what in list(book.failed_looks):
+        if where == host and any(fact_rules.concerns(key, host, what, envs) for key in keys):
+            del book.failed_looks[where, what]
 
 
 def _probe_failed(book: Book, record: Record, body: dict[str, Any]) -> None:
     envs = {name: str(env.get("host", "")) for name, env in book.project.envs.items()}
     fact_rules.look_failed(book.facts, body["host"], body["what"], body["reason"], record.ts, envs)
     failure = Failure(**_said(record), **body)
-    if body["what"] == fact_rules.WHOLE_HOST:
+    if body["what"] in fact_rules.WHOLE_HOST:
         book.failures[body["host"]] = failure
     else:
         book.failed_looks[body["host"], body["what"]] = failure
-
-
-def _envs_of(book: Book, host: str) -> list[str]:
-    return [name for name, env in book.project.envs.items() if env.get("host") == host]
 
 
 def _run_started(book: Book, record: Record, body: dict[str, Any]) -> None:
@@ -401,6 +400,7 @@ def _prose(book: Book, record: Record, body: dict[str, Any]) -> None:
 _FOLD: dict[str, Callable[[Book, Record, dict[str, Any]], object]] = {
     "project.opened": _opened,
     "fact.observed": _fact,
+    "facts.confirmed": _confirmed,
     "probe.failed": _probe_failed,
     "run.started": _run_started,
     "run.finished": _run_finished,

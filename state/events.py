@@ -71,6 +71,15 @@ class FactObserved(Event):
     observed_at: AwareDatetime | None = None  # None: when it was recorded
 
 
+class FactsConfirmed(Event):
+    """Facts that were looked at again and are what they were: one event instead of one per fact."""
+
+    kind: Literal["facts.confirmed"] = "facts.confirmed"
+    host: str | None = None
+    facts: dict[str, str]  # key → id of the event whose value was seen again
+    observed_at: AwareDatetime
+
+
 class ProbeFailed(Event):
     """Looking failed. What was known stays known; it is shown as not looked at since."""
 
@@ -217,6 +226,7 @@ AnyEvent = Annotated[
     Union[  # noqa: UP007 (a tuple of this length reads better without bars)
         ProjectOpened,
         FactObserved,
+        FactsConfirmed,
         ProbeFailed,
         RunStarted,
         RunFinished,

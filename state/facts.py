@@ -14,7 +14,7 @@ from datetime import datetime
 from fnmatch import fnmatchcase
 from typing import Any
 
-WHOLE_HOST = "system"  # what a probe looks at when it looks at all of a host
+WHOLE_HOST = ("system", "access")  # a probe of these that failed has seen nothing of the host
 DAY = 86_400.0  # seconds
 
 # Key pattern → days until a value counts as aging, and as stale. The first match holds.
@@ -114,6 +114,21 @@ class Fact:
         return None
 
 
+def observation_of(body: dict[str, Any], event: str = "", seq: int = 0, ts: str = "", actor: str = "") -> Observation:
+    """From the body of a `fact.observed` event."""
+    return Observation(
+        value=body["value"],
+        unit=body["unit"],
+        confidence=body["confidence"],
+        owner=body["owner"],
+        source=Source(**body["source"]),
+        observed_at=body["observed_at"] or ts,
+        event=event,
+        seq=seq,
+        actor=actor,
+    )
+
+
 def same(a: Observation, b: Observation) -> bool:
     """Equal values; NaN equals NaN, 1 equals 1.0, and true is not 1."""
     left, right = a.value, b.value
@@ -143,6 +158,14 @@ def observe(facts: dict[str, Fact], key: str, seen: Observation) -> None:
     fact.now = believed
 
 
+def confirm(facts: dict[str, Fact], key: str, event: str, at: str) -> None:
+    """The value that `event` brought was seen again at `at`. Says nothing when another value has come since."""
+    fact = facts.get(key)
+    if fact and fact.machine and fact.machine.event == event and seconds_of(at) >= seconds_of(fact.observed_at):
+        fact.machine.observed_at = at
+        fact.failed_at = fact.failure = ""
+
+
 def look_failed(facts: dict[str, Fact], host: str, what: str, reason: str, at: str, env_hosts: dict[str, str]) -> None:
     """A probe of `host` failed: what it would have refreshed says so, and keeps its value."""
     envs = [env for env, on in env_hosts.items() if on == host]
@@ -158,7 +181,7 @@ def concerns(key: str, host: str, what: str, envs: list[str]) -> bool:
         return key.startswith(what)
     parts = key.split(".")
     here = parts[:2] == ["hosts", host] or (parts[0] == "envs" and len(parts) > 1 and parts[1] in envs)
-    return here and (what == WHOLE_HOST or any(part.startswith(what.rstrip("s")) for part in parts[2:]))
+    return here and (what in WHOLE_HOST or any(part.startswith(what.rstrip("s")) for part in parts[2:]))
 
 
 def settle(facts: dict[str, Fact], now: str) -> None:

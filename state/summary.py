@@ -43,6 +43,7 @@ def _artifact(body: dict[str, Any]) -> str:
 _TOLD: dict[str, Any] = {
     "project.opened": lambda b: b["name"],
     "fact.observed": _fact,
+    "facts.confirmed": lambda b: f"{len(b['facts'])} facts of {b['host'] or 'unknown host'} seen again, unchanged",
     "probe.failed": lambda b: f"{b['what']} of {b['host']}: {b['reason']}",
     "run.started": lambda b: f"{b['run']}: {b['what']} {b['name']} on {b['host'] or 'unknown host'}",
     "run.finished": _finished,

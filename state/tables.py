@@ -122,7 +122,9 @@ class VocabTable(Table):
 
 class HiddenTable(Table):
     layers: list[int] = Field(default=[], description="layers whose inputs the drafter sees; empty: 2, L//2, L-3")
-    dtype: str = Field(default="bfloat16", description="number format the target computes in (states are stored in bf16)")
+    dtype: str = Field(
+        default="bfloat16", description="number format the target computes in (states are stored in bf16)"
+    )
 
 
 class TrainTable(Table):

@@ -11,6 +11,7 @@ Body = dict[str, Any]
 CURRENT: dict[str, int] = {
     "project.opened": 1,
     "fact.observed": 1,
+    "facts.confirmed": 1,
     "probe.failed": 1,
     "run.started": 1,
     "run.finished": 1,

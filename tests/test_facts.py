@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from hypothesis import given, settings
@@ -10,10 +12,12 @@ from hypothesis import strategies as st
 
 from state import events as e
 from state.book import project_book
+from state.condense import append_observations
+from state.journal import Journal
 from state.outline import Outline
 from state.render import json as as_json
 from state.render import markdown
-from tests.lab.records import book, records, stamp
+from tests.lab.records import START, book, records, stamp
 from tests.lab.rig_journal import benches, fact, people, pipeline, probes
 
 CPU = "hosts.llm.hw.cpu.threads"
@@ -82,6 +86,43 @@ def test_a_failed_look_at_an_env_is_told_by_its_name() -> None:
     told = book(fact("envs.work.torch", "2.13"), fact("hosts.llm.hw.cores", 2), failed, toml=toml)
     assert told.facts["envs.work.torch"].failure == "no such file"
     assert told.facts["hosts.llm.hw.cores"].failure == ""
+
+
+def test_looking_again_is_one_event_and_keeps_values_fresh(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    look = [fact(CPU, 2), fact("hosts.llm.sw.kernel", "6.1"), fact("hosts.vm.hw.x", 1, host="vm")]
+    with Journal.open(path) as journal:
+        append_observations(journal, look)
+        again = append_observations(journal, look)
+        assert [record.kind for record in again] == ["facts.confirmed"] * 2
+        changed = append_observations(journal, [fact(CPU, 4), look[1]])
+        assert [record.kind for record in changed] == ["fact.observed", "facts.confirmed"]
+        back = append_observations(journal, [fact(CPU, 2)])
+        assert [record.kind for record in back] == ["fact.observed"], "an old value that came back is news"
+        told = project_book(journal.records(), Outline(name="x"))
+    assert told.facts[CPU].value == 2 and told.facts[CPU].changes == 2
+    assert told.facts["hosts.llm.sw.kernel"].observed_at >= told.facts["hosts.vm.hw.x"].observed_at
+
+
+def test_another_command_or_a_person_s_word_is_no_confirmation(tmp_path: Path) -> None:
+    with Journal.open(tmp_path / "journal.db") as journal:
+        append_observations(journal, [fact(CPU, 2)])
+        other = append_observations(journal, [fact(CPU, 2, command="lscpu"), claim(2)])
+    assert [record.kind for record in other] == ["fact.observed", "fact.observed"]
+
+
+def test_a_confirmation_clears_a_failed_look() -> None:
+    failed = e.ProbeFailed(host="llm", what="system", reason="timed out")
+    seen = e.FactsConfirmed(host="llm", facts={CPU: "aaaaaa.1"}, observed_at=START + timedelta(minutes=2))
+    told = book(fact(CPU, 2), failed, seen)
+    assert told.facts[CPU].failure == "" and told.failures == {}
+    assert told.facts[CPU].observed_at == "2026-05-01T08:02:00Z"
+
+
+def test_a_confirmation_of_a_value_that_was_replaced_says_nothing() -> None:
+    seen = e.FactsConfirmed(host="llm", facts={CPU: "aaaaaa.1"}, observed_at=START + timedelta(minutes=9))
+    told = book(fact(CPU, 2), fact(CPU, 4), seen)
+    assert (told.facts[CPU].value, told.facts[CPU].observed_at) == (4, stamp(1))
 
 
 def test_unknown_is_not_zero() -> None:

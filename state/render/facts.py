@@ -21,7 +21,9 @@ def source(book: Book, fact: Fact, command: bool = True, at: str = "") -> str:
     """Where a fact's value comes from, in one line; without the command where a column shows it. `at` overrides the
     time that is told."""
     origin, at = fact.source, at or when(fact.observed_at)
-    note = f": {escape(origin.note)}" if origin.note else ""
+    # That a host is played stands beside its name already, and on top of the document.
+    known = book.played(origin.host) and (origin.note or "").startswith("a played host")
+    note = f": {escape(origin.note)}" if origin.note and not known else ""
     if fact.owner == "person":
         return f"set by {escape(fact.now.actor)}, {at}{note}"
     if fact.confidence == "claimed":
@@ -137,7 +139,8 @@ def _pivot(book: Book, facts: list[Fact], prefix: str, group: str) -> list[str]:
         _, name, attribute = fact.key.removeprefix(prefix).split(".", 2)
         names.setdefault(name, {})[attribute] = fact
     columns = list(dict.fromkeys(attribute for attributes in names.values() for attribute in attributes))
-    sources = _Sources(book, facts, command=True)
+    commands = {fact.source.command for fact in facts}
+    sources = _Sources(book, facts, command=len(commands) == 1)
     rows = []
     for name, attributes in names.items():
         row = [escape(name)]
@@ -146,9 +149,13 @@ def _pivot(book: Book, facts: list[Fact], prefix: str, group: str) -> list[str]:
             note = remarks(known, failure=not sources.shared_failure) if known else ""
             shown = escape(quantity(known.value, known.unit)) if known else "unknown"
             row.append(f"{shown} ({note})" if note else shown)
+        if len(commands) > 1:
+            row.append(", ".join(dict.fromkeys(code(fact.source.command or "") for fact in attributes.values())))
         numbers = dict.fromkeys(number for fact in attributes.values() for number in sources.column(fact))
         rows.append([*row, *([", ".join(numbers)] if numbers else [])])
-    return [*table([group, *(escape(label(column)) for column in columns), *sources.header], rows), *sources.lines()]
+    read = ["read from"] if len(commands) > 1 else []
+    header = [group, *(escape(label(column)) for column in columns), *read, *sources.header]
+    return [*table(header, rows), *sources.lines()]
 
 
 def _packages(book: Book, facts: list[Fact], prefix: str) -> list[str]:

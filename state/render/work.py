@@ -123,10 +123,13 @@ def _did_not_work(book: Book) -> list[str]:
 
 
 def _worked_later(book: Book, bad: Run) -> Run | None:
+    served = {server.run for server in book.servers.values() if any(state == "ready" for _, state in server.history)}
     later = [
         run
         for run in book.runs.values()
-        if (run.what, run.name) == (bad.what, bad.name) and run.status == "done" and run.seq > bad.seq
+        if (run.what, run.name) == (bad.what, bad.name)
+        and run.seq > bad.seq
+        and (run.status == "done" or run.run in served)
     ]
     return later[-1] if later else None
 

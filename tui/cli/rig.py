@@ -89,6 +89,7 @@ def probe(names: list[str] = typer.Argument(None, metavar="[HOST]…", help="Whi
 
 async def _probe(loaded: Project, names: list[str]) -> list[dict[str, Any]]:
     from remote.inventory import probe_host
+    from state.condense import append_observations
     from state.events import FactObserved, ProbeFailed
 
     async def look(rig: Rig, name: str) -> list[Any]:
@@ -104,7 +105,7 @@ async def _probe(loaded: Project, names: list[str]) -> list[dict[str, Any]]:
         # Host by host, in the order of the file: one transaction each.
         for events in found:
             if events:
-                book.append(*events)
+                append_observations(book, events)
     finally:
         book.close()
     rows = []

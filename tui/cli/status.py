@@ -35,17 +35,17 @@ def status(
 
 
 async def _look() -> dict[str, str]:
-    from remote.inventory import probe_host
-
     from pipeline.runs import open_work, settle_all
+    from remote.inventory import probe_host
     from state import events
+    from state.condense import append_observations
 
     unreachable: dict[str, str] = {}
     async with open_work(root()) as work:
         for name in work.project.hosts:
             try:
                 link = await work.rig.link(name)
-                work.journal.append(*await probe_host(link, work.project))
+                append_observations(work.journal, await probe_host(link, work.project))
             except RigbookError as error:
                 # A failed look never replaces what was known; it is recorded as a failed look.
                 unreachable[name] = str(error)
