@@ -271,11 +271,7 @@ def open_book(root: Path, until: int | None = None, *, now: str | None = None) -
     Raises RigbookError `book.no-such-version` (exit code 2) and what `Journal.open` raises.
     """
     outline = read_outline(root)
-    path = journal_path(root)
-    if not path.exists():
-        return project_book((), outline, until=until, now=now)
-    with Journal.open(path, read_only=True) as journal:
-        records = list(journal.records(until=until))
+    records = stored_records(root, until)
     newest = records[-1].seq if records else 0
     if until is not None and (until > newest or until < 0):
         raise RigbookError(
@@ -285,6 +281,21 @@ def open_book(root: Path, until: int | None = None, *, now: str | None = None) -
             exit_code=USAGE,
         )
     return project_book(records, outline, now=now)
+
+
+def stored_records(root: Path, until: int | None = None) -> list[Record]:
+    """The events of the project at `root`; none when nothing was recorded yet."""
+    path = journal_path(root)
+    if not path.exists():
+        return []
+    try:
+        journal = Journal.open(path, read_only=True)
+    except RigbookError as error:
+        if error.id == "journal.absent":  # somebody else is making it at this moment
+            return []
+        raise
+    with journal:
+        return list(journal.records(until=until))
 
 
 # ── one function per kind of event ───────────────────────────────────────────────────────────────────────────────

@@ -138,6 +138,18 @@ def test_verify_passes_and_fails(project: Path) -> None:
     assert "event 7: its body was changed" in done.stdout and "error[book.damaged]" in done.stderr
 
 
+def test_purge_takes_the_content_out_and_says_so(project: Path) -> None:
+    event = json.loads(run(project, "book", "log", "-n", "1", "--json").stdout)["id"]
+    refused = run(project, "book", "purge", event, "--because", "a secret", check=3)
+    assert "error[confirm.unattended]" in refused.stderr
+    run(project, "book", "purge", event, "--because", "a secret", "--yes")
+    log = run(project, "book", "log", "-n", "2").stdout
+    assert "(content taken out)" in log and f"{event}: a secret" in log
+    assert "1 purged, every chain is whole" in run(project, "book", "verify").stdout
+    assert "1 of them had their content taken out" in run(project, "book", "show").stdout
+    assert run(project, "book", "purge", "x.1", "--because", "y", "--yes", check=USAGE).stderr
+
+
 def test_blame_tells_who_said_it(project: Path) -> None:
     text = run(project, "book", "blame", "hosts.llm.hw.cpu.threads").stdout
     assert "machine rigbook" in text and "llm, probe system" in text and "we bought 4" in text

@@ -17,11 +17,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from state import upcasters
+from state.book import project_book, stored_records
 from state.errors import REFUSED, RigbookError
 from state.events import FactObserved, NoteAdded, Source
 from state.filesystem import file_system_of
 from state.journal import GENESIS, Journal
+from state.outline import Outline, journal_path
 from state.record import decode, encode
+from state.render.markdown import render
 
 ROOT = Path(__file__).parent.parent
 
@@ -283,6 +287,30 @@ def test_an_event_of_a_newer_rigbook_is_kept_and_not_guessed_at(path: Path) -> N
         assert newest.event is None and newest.body == {"crater": "Tycho"}
         found = journal.verify()
         assert found.ok and found.newer == 1
+
+
+def test_old_versions_are_read_through_upcasters_and_stay_as_written(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written when notes had a `body`; read by a program in which they have a `text`."""
+    with Journal.open(path) as journal:
+        journal._append([("note.added", 1, {"body": "old words"})], "lena", "person")
+        monkeypatch.setitem(upcasters.CURRENT, "note.added", 3)
+        monkeypatch.setitem(upcasters.UPCASTERS, ("note.added", 1), lambda b: {"text": b["body"]})
+        monkeypatch.setitem(upcasters.UPCASTERS, ("note.added", 2), lambda b: {**b, "section": "hardware"})
+        (record,) = journal.records()
+        assert record.event == NoteAdded(v=3, text="old words", section="hardware")
+        assert record.body == {"body": "old words"}
+        assert journal.verify().ok
+    assert "old words" in render(project_book([record], Outline(name="x")))
+
+
+def test_a_journal_that_is_just_being_made_reads_as_empty(tmp_path: Path) -> None:
+    path = journal_path(tmp_path)
+    path.parent.mkdir()
+    path.touch()
+    assert stored_records(tmp_path) == []
+    assert path.read_bytes() == b""
 
 
 def test_network_file_systems_are_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

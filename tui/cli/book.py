@@ -8,7 +8,7 @@ import typer
 
 from state.errors import USAGE, RigbookError
 from tui.cli import show as cheap
-from tui.cli.common import ctx, emit, root, table
+from tui.cli.common import actor, confirm, ctx, emit, journal, root, table
 
 app = typer.Typer(no_args_is_help=True, help="The project-state document, at any of its versions.")
 
@@ -88,12 +88,33 @@ def verify() -> None:
     from state.journal import Journal
     from state.outline import journal_path
 
-    with Journal.open(journal_path(root()), read_only=True) as journal:
-        found = journal.verify()
+    with Journal.open(journal_path(root()), read_only=True) as opened:
+        found = opened.verify()
     data = {"ok": found.ok, "events": found.events, "head": list(found.head), "problems": list(found.problems)}
     emit(data, found.text if found.ok else "\n".join(found.problems))
     if not found.ok:
         raise RigbookError("book.damaged", f"the journal is not whole: {len(found.problems)} problems")
+
+
+@app.command()
+def purge(
+    event: str = typer.Argument(..., help="The event's id, as `book log` shows it."),
+    because: str = typer.Option(..., "--because", help="Why; this stays in the book."),
+) -> None:
+    """Take the content of one event out for good, e.g. a secret that got in. That it was done stays on record.
+
+    Example:  rigbook book purge 3fa2c1.118 --because "a password in a command line"
+    """
+    record = next((record for record in _records() if record.id == event), None)
+    if record is None:
+        raise RigbookError("journal.no-such-event", f"there is no event {event!r}", exit_code=USAGE)
+    confirm(f"Take out what event {event} ({record.kind} of {record.ts[:16]}) says? It cannot be brought back.")
+    opened = journal()
+    try:
+        purged = opened.purge(event, because, actor=actor())
+    finally:
+        opened.close()
+    emit({"purged": event, "seq": purged.seq, "id": purged.id}, f"taken out; version {purged.seq} says so")
 
 
 @app.command()
@@ -163,14 +184,9 @@ def search(words: list[str] = typer.Argument(..., help="All of them must stand i
 
 
 def _records() -> list[Any]:
-    from state.journal import Journal
-    from state.outline import journal_path
+    from state.book import stored_records
 
-    path = journal_path(root())
-    if not path.exists():
-        return []
-    with Journal.open(path, read_only=True) as journal:
-        return list(journal.records())
+    return stored_records(root())
 
 
 def _header(record: Any) -> dict[str, Any]:

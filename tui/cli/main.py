@@ -42,7 +42,7 @@ COMMANDS: dict[str, Command] = {
     "runs": Command("tui.cli.work", "runs", "Runs of anything: list, show."),
     "serve": Command("tui.cli.work", "serve", "Servers: plan, start, status, wait, logs, stop.", "json yes dry-run"),
     "bench": Command("tui.cli.work", "bench", "Benchmarks: run, list, compare.", "json yes dry-run"),
-    "book": Command("tui.cli.book", "app", "The project-state document: show, export, log, diff, verify."),
+    "book": Command("tui.cli.book", "app", "The project-state document: show, export, log, diff, verify.", "json yes"),
     "note": Command("tui.cli.people", "note", "Write a note into the book."),
     "decide": Command("tui.cli.people", "decide", "Record a decision, its alternatives and reasons."),
     "discover": Command("tui.cli.people", "discover", "Record a discovery, including what did not work."),
