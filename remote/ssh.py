@@ -262,7 +262,7 @@ class SSHLink(Link):
                     "host.login-refused",
                     f"{self.host.ssh} does not let us in: {error}",
                     host=self.name,
-                    hint=f"Does `ssh {self.host.ssh} true` work without a question?",
+                    hint=f"Does `{self._by_hand()}` work without a question?",
                     exit_code=UNREACHABLE,
                 ) from error
             except (asyncssh.ConnectionLost, ConnectionResetError) as error:
@@ -311,6 +311,13 @@ class SSHLink(Link):
             where["config"] = [str(self._config)]
         return where
 
+    def _by_hand(self) -> str:
+        """The same with OpenSSH, for people to try."""
+        target = self._target
+        words = ["ssh", *(["-F", str(self._config)] if self._config else [])]
+        words += ["-p", str(target.port)] if target.port else []
+        return " ".join([*words, f"{target.user}@{target.host}" if target.user else target.host, "true"])
+
     def _known_hosts_files(self, configured: object) -> list[Path]:
         if configured is None:
             # OpenSSH reads `UserKnownHostsFile none` as "no file"; asyncssh as "check nothing". We check.
@@ -324,7 +331,7 @@ class SSHLink(Link):
             "host.unreachable",
             f"no connection to {self.host.ssh}: {said}",
             host=self.name,
-            hint=f"Is it up? Try `ssh {self.host.ssh} true`.",
+            hint=f"Is it up? Try `{self._by_hand()}`.",
             exit_code=UNREACHABLE,
         )
 

@@ -136,11 +136,12 @@ def exec_(
     at = words.index("--")
     loaded = project()
     names, argv = chosen(loaded, words[:at]), words[at + 1 :]
-    results = wait_for(_exec(loaded, names, argv, timeout or None, cwd or None))
+    refused: set[str] = set()  # hosts whose error was told already
+    results = wait_for(_exec(loaded, names, argv, timeout or None, cwd or None, refused))
     if ctx.json:
         emit([_as_dict(result) for result in results])
     for result in results:
-        if result.state != "exited":
+        if result.state != "exited" and result.host not in refused:
             say(f"{result.host}: {result.describe()}")
     raise typer.Exit(max(result.code for result in results))
 
@@ -159,7 +160,7 @@ def _as_dict(result: Result) -> dict[str, Any]:
 
 
 async def _exec(
-    loaded: Project, names: list[str], argv: list[str], timeout: float | None, cwd: str | None
+    loaded: Project, names: list[str], argv: list[str], timeout: float | None, cwd: str | None, refused: set[str]
 ) -> list[Result]:
     from remote.result import Result
 
@@ -175,6 +176,7 @@ async def _exec(
                 raise
             # As ssh does: what the command would have said is not known.
             say(f"error[{error.id}]: {error.message} (on {name})" + (f"\n  {error.hint}" if error.hint else ""))
+            refused.add(name)
             return Result("unknown", reason=error.message, host=name)
         if out is None or err is None:
             return found
