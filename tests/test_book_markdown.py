@@ -15,7 +15,7 @@ from state.benchmarks import judge
 from state.render import json as as_json
 from state.render import markdown
 from state.render.markdown import SECTIONS, render, render_section
-from state.render.text import code, duration, escape, quantity, size, table
+from state.render.text import code, duration, escape, quantity, results, size, table
 from tests.lab.records import book, stamp
 from tests.lab.rig_journal import PROJECT, bench, everything, fact, stage
 
@@ -195,7 +195,13 @@ def test_a_long_result_says_where_the_rest_is() -> None:
         "histogram": {str(i): i for i in range(9)},
     }
     text = section(render(book(*stage("mix", "r1", result, 1.0))), "Done / In progress / Not started")
-    assert "rows: 9 in, 9 out; n0 0; n1 1; n2 2; n3 3; 9 more: `rigbook runs show r1`" in text
+    assert "rows: 9 in, 9 out; n0 0; n1 1; n2 2; 10 more: `rigbook runs show r1`" in text
+
+
+def test_counts_are_grouped_and_ids_are_not() -> None:
+    result = {"tokens": 71112, "bytes": 423000000, "sources": {"self": 45400, "seed": 60}, "seed": 123456}
+    assert results(result) == "tokens 71,112; bytes 403.4 MiB; sources: self 45,400, seed 60; seed 123456"
+    assert results({"special_tokens": {"<|im_end|>": 163586}}) == "special tokens: &lt;\\|im_end\\|> 163586"
 
 
 def test_a_badge_cannot_be_lost() -> None:

@@ -150,17 +150,40 @@ def flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 def results(values: dict[str, Any], limit: int | None = None, more: str = "") -> str:
     """The result of a run in one table cell; beyond `limit` values, how many there are and where (`more`)."""
-    rows = values.get("rows")
-    said = []
-    if isinstance(rows, dict):
-        said.append("rows: " + ", ".join(f"{escape(quantity(count))} {escape(word)}" for word, count in rows.items()))
-        values = {key: value for key, value in values.items() if key != "rows"}
-    named = flat(values)
-    shown = named if limit is None or len(named) <= limit + 1 else named[:limit]
-    said += [f"{escape(label(name))} {escape(quantity(value, _unit_in(name)))}" for name, value in shown]
-    if len(shown) < len(named):
-        said.append(f"{len(named) - len(shown)} more: {more}")
-    return "; ".join(said)
+    ordered = {"rows": values["rows"], **values} if "rows" in values else values
+    said = [_result(name, value) for name, value in ordered.items()]
+    if limit is None or len(said) <= limit + 1:
+        return "; ".join(said)
+    return "; ".join([*said[:limit], f"{len(said) - limit} more: {more}"])
+
+
+def _result(name: str, value: Any) -> str:
+    """One named value; a small table of numbers as "name: 3 of this, 4 of that"."""
+    if (
+        isinstance(value, dict)
+        and len(value) <= 6
+        and not any(isinstance(inner, dict | list) for inner in value.values())
+    ):
+        if name == "rows":
+            parts = [f"{_count(key, inner)} {escape(label(key))}" for key, inner in value.items()]
+        else:
+            parts = [f"{escape(label(key))} {_count(key, inner, name)}" for key, inner in value.items()]
+        return f"{escape(label(name))}: {', '.join(parts)}"
+    return "; ".join(f"{escape(label(key))} {_count(key, inner)}" for key, inner in flat({name: value}))
+
+
+_IDS = ("special_tokens", "port", "seed", "pid", "pids", "id", "ids")  # whole numbers that count nothing
+
+
+def _count(name: str, value: Any, group: str = "") -> str:
+    """Whole numbers in results are counts as a rule: grouped, so that one can read them."""
+    last, unit = name.rsplit(".", 1)[-1], _unit_in(name)
+    plain = unit is not None or isinstance(value, bool) or group in _IDS or (not group and last in _IDS)
+    if isinstance(value, int) and not plain:
+        return f"{value:,}"
+    return escape(
+        str(value) if isinstance(value, int) and not isinstance(value, bool) and not unit else quantity(value, unit)
+    )
 
 
 def _unit_in(name: str) -> str | None:
