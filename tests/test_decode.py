@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.eagle3.decode import Decoder, Request, choose, decode, nucleus, uniform
+from pipeline.eagle3.decode import Decoder, Request, choose, decode, inverse_cumulative, likeliest, nucleus, uniform
 from pipeline.eagle3.draft import Drafter, config_for_target
 from pipeline.eagle3.target import Target
 from tests.lab.tiny_drafter import random_weights
@@ -161,6 +161,25 @@ def test_draws_follow_the_distribution() -> None:
     narrow = [replace(r, top_p=0.7) for r in asked]
     share = torch.bincount(choose(logits, narrow, [3] * 4000), minlength=4) / 4000
     torch.testing.assert_close(share, torch.tensor([0.625, 0.375, 0, 0]), atol=0.03, rtol=0)
+
+
+def test_two_levels_are_one_cumulative_sum() -> None:
+    g = torch.Generator().manual_seed(0)
+    p = torch.rand(200, 1000, generator=g, dtype=torch.float64) * (torch.rand(200, 1000, generator=g) < 0.05)
+    u = torch.rand(200, 1, generator=g, dtype=torch.float64)
+    u[0], u[1] = 0.0, 1 - 1e-16
+    cumulative = p.cumsum(-1)
+    expected = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True).squeeze(1)
+    expected[1] = p[1].nonzero()[-1]
+    got = inverse_cumulative(p, u, block=64)
+    assert got.tolist() == expected.tolist()
+    assert (p.gather(1, got.unsqueeze(1)) > 0).all()
+
+
+def test_equal_logits_choose_the_first() -> None:
+    logits = torch.zeros(5, 50000, dtype=torch.bfloat16)
+    logits[:, [777, 778, 40000]] = 3.0
+    assert likeliest(logits).tolist() == [777] * 5
 
 
 def test_nucleus_keeps_the_token_that_reaches_top_p() -> None:

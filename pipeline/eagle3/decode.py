@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.eagle3.draft import DraftCache, Drafter
@@ -188,7 +189,7 @@ class Decoder:
         hidden = out[torch.arange(rows), torch.tensor(counts) - 1].unsqueeze(1)  # [B, 1, H]
         guesses = []
         for i in range(self.steps):
-            guesses.append(self.drafter.to_target(self.drafter.logits(hidden).argmax(-1)))  # [B, 1]
+            guesses.append(self.drafter.to_target(likeliest(self.drafter.logits(hidden))))  # [B, 1]
             if i + 1 < self.steps:
                 slots = slots + 1
                 hidden = self.drafter(guesses[-1], hidden, slots, cache)
@@ -216,27 +217,55 @@ def choose(logits: Tensor, requests: Sequence[Request], places: Sequence[int]) -
 
     `places[r]`: the token's index in the request's output, which its random number depends on.
     """
-    chosen = logits.argmax(-1)  # [R]
     drawn = [row for row, request in enumerate(requests) if request.temperature > 0]
     if not drawn:
-        return chosen
+        return likeliest(logits)
     temperature = torch.tensor([[requests[row].temperature] for row in drawn])
-    p = torch.softmax(logits[drawn].float() / temperature, -1)  # [r, V]
+    mine = logits if len(drawn) == len(requests) else logits[drawn]
+    p = mine.to(torch.float32, copy=True)  # [r, V]; in place from here: it is 12 MB for 64 rows
+    p.div_(temperature).sub_(p.amax(-1, keepdim=True)).exp_()  # up to a factor, which inverse_cumulative does not mind
     for i, row in enumerate(drawn):
         if requests[row].top_p < 1:
             p[i] = nucleus(p[i], requests[row].top_p)
-    cumulative = p.cumsum(-1)
-    u = torch.tensor([[uniform(requests[row].seed, places[row])] for row in drawn])
-    # The first token whose cumulative probability exceeds u; a zero probability is never reached.
-    draw = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True).squeeze(-1)
-    chosen[drawn] = draw.clamp_(max=logits.shape[-1] - 1)
+    u = torch.tensor([[uniform(requests[row].seed, places[row])] for row in drawn])  # [r, 1]
+    draw = inverse_cumulative(p, u)
+    if len(drawn) == len(requests):
+        return draw
+    chosen = likeliest(logits)
+    chosen[drawn] = draw
     return chosen
 
 
+def likeliest(logits: Tensor) -> Tensor:
+    """argmax over the last dimension, the first where several are equal. `Tensor.argmax` is 15 times slower in bf16."""
+    return logits.max(-1).indices
+
+
+def inverse_cumulative(p: Tensor, u: Tensor, block: int = 256) -> Tensor:
+    """The first index at which the cumulative sum of p [R, V] exceeds u [R, 1] times its total. -> [R]
+
+    In two levels, sums of blocks and then within one block: a running sum over the whole vocabulary takes 8 ms for 64
+    rows, this takes 1.
+    """
+    if p.shape[-1] % block:
+        p = F.pad(p, (0, -p.shape[-1] % block))
+    p = p.view(p.shape[0], -1, block)  # [R, V / block, block]
+    sums = p.sum(-1).cumsum(-1)  # [R, V / block]
+    wanted = u * sums[:, -1:]
+    # A block, or a token, of no probability is never chosen: rounding must not step past the last that has some.
+    at = torch.searchsorted(sums, wanted, right=True).clamp_(max=sums.shape[-1] - 1)  # [R, 1]
+    before = torch.where(at > 0, sums.gather(1, (at - 1).clamp_(min=0)), 0.0)
+    inside = p.gather(1, at.unsqueeze(-1).expand(-1, 1, block)).squeeze(1)  # [R, block]
+    place = torch.searchsorted(inside.cumsum(-1), wanted - before, right=True)
+    last = block - 1 - (inside > 0).flip(-1).to(torch.uint8).argmax(-1, keepdim=True)
+    return (at * block + torch.minimum(place, last)).squeeze(1)
+
+
 def nucleus(p: Tensor, top_p: float) -> Tensor:
-    """Probabilities [V] outside of the smallest set that holds `top_p` become zero."""
+    """Probabilities [V] (up to a factor) outside of the smallest set that holds `top_p` of them become zero."""
     ordered, index = p.sort(descending=True)
-    outside = ordered.cumsum(0) - ordered >= top_p
+    cumulative = ordered.cumsum(0)
+    outside = cumulative - ordered >= top_p * cumulative[-1]
     kept = p.clone()
     kept[index[outside]] = 0
     return kept
