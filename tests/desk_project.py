@@ -19,9 +19,11 @@ instructions = ["No precision-cutting hacks.", "Don't game benchmark numbers."]
 [hosts.pve]
 kind = "local"
 played = true
+state_dir = "STATE"
 [hosts.llm]
 kind = "local"
 played = true
+state_dir = "STATE"
 
 [envs.serve]
 host = "llm"
@@ -54,7 +56,7 @@ TRAIN = "train-1a2b3c4d-1"
 def make(root: Path, *, toml: str = TOML) -> Path:
     """The project in `root`: nine stages done, training under way, a server ready, one benchmark, one failure."""
     root.mkdir(parents=True, exist_ok=True)
-    (root / "rigbook.toml").write_text(toml)
+    (root / "rigbook.toml").write_text(toml.replace("STATE", str(root / "state")))
     (root / ".rigbook").mkdir(mode=0o700, exist_ok=True)
     with Journal.open(root / ".rigbook" / "journal.db") as journal:
         journal.append(events.ProjectOpened(name="rigbook-demo", goal="Make it faster."))

@@ -6,14 +6,16 @@ import asyncio
 import random
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from textual.pilot import Pilot
 
+from remote import jobs
+from remote.connect import Rig
 from state import events
 from state.journal import Journal
+from state.project import load
 from tests import desk_project
 from tui import actions
 from tui.app import RigbookApp, picture
@@ -22,7 +24,6 @@ from tui.look import ASCII, UNICODE
 from tui.screens.book import BookPane
 from tui.screens.logs import LogsPane
 from tui.screens.modals import Chooser, Confirm, Reader
-from tui.snapshot import JobView
 from tui.widgets.board import Board
 
 SIZES = [(80, 24), (120, 40)]
@@ -430,16 +431,33 @@ async def test_every_action_is_a_command_that_exists_and_plans_or_looks(project:
 
 
 async def test_a_job_that_is_over_is_not_shown_as_running(project: Path) -> None:
+    async with Rig(load(project)) as rig:
+        link = await rig.link("llm")
+        await jobs.submit(link, jobs.JobSpec(id=desk_project.TRAIN, name="train", argv=["true"]))
+        await jobs.wait(link, desk_project.TRAIN)
     app = app_on(project, hosts=True)
     async with app.run_test(size=(120, 40)) as pilot:
-        await shows(pilot, "● up", "▶ running")
-        assert app._collector is not None
-        watch = app._collector._watches["llm"]
-        over = JobView("llm", desk_project.TRAIN, "train", "vanished")
-        watch.view = replace(watch.view, jobs=(over,), jobs_at=time.time())
-        watch.every = 1000.0  # this is what the host said last
-        await until(pilot, lambda: "its job is over" in screen_text(app))
+        await shows(pilot, "● up", "its job is over and the book does not know yet")
         assert "▶ running" not in screen_text(app)
+
+
+async def test_a_job_that_the_book_does_not_know_is_shown_read_and_stopped(project: Path) -> None:
+    async with Rig(load(project)) as rig:
+        link = await rig.link("pve")
+        argv = ["sh", "-c", "echo said by hand; exec sleep 300"]
+        await jobs.submit(link, jobs.JobSpec(id="by-hand-1", name="by-hand", argv=argv))
+    app = app_on(project, hosts=True, write=True)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await shows(pilot, "by-hand-1", "the book has no run of it")
+        assert app.current.query_one(Board).select("job:pve/by-hand-1")
+        await pilot.press("l")
+        await shows(pilot, "said by hand")
+        await pilot.press("escape")
+        await pilot.press("x", "enter")
+        await until(pilot, lambda: isinstance(app.screen, Confirm))
+        await pilot.press("right", "enter")
+        await until(pilot, lambda: "by-hand-1" not in {job.id for job in app.snapshot.bare_jobs}, seconds=40)
+        await shows(pilot, "done: Stop by-hand-1")
 
 
 async def test_the_palette_offers_what_is_possible_now(project: Path) -> None:
