@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from benchmarks.plain_ttt import plain_loss
 from pipeline.eagle3.draft import DraftCache, Drafter
 from pipeline.eagle3.shards import Row, draw_batches, pack, read_shard, shard_bytes, span_left
+from pipeline.eagle3.start import ridge_start, unit_rms
 from pipeline.eagle3.train import Settings, Trainer
 from pipeline.eagle3.ttt import Tape, head_kl, to_engine_layout, ttt_loss
 from tests.lab.tiny_drafter import CONFIG, random_weights
-from tests.lab.tiny_rows import random_trained, rows
+from tests.lab.tiny_rows import random_row, random_trained, rows
 
 STEPS = 3
 
@@ -137,3 +138,39 @@ def test_batches_hold_every_row_once_a_pass_in_a_new_order_and_repeat_for_a_seed
     assert passes[0] != passes[1]
     again = draw_batches(lengths, 16, seed=1)
     assert [next(again) for _ in range(30)] == drawn
+
+
+def test_the_start_predicts_before_any_training() -> None:
+    """On data where the next state is a linear function of what a slot sees, the regression finds it."""
+    _, embed, _, rms = setting()
+    g = torch.Generator().manual_seed(21)
+    from_captures = torch.randn(CONFIG.hidden_size, CONFIG.capture_size, generator=g) / CONFIG.capture_size**0.5
+    from_embed = torch.randn(CONFIG.hidden_size, CONFIG.hidden_size, generator=g) / CONFIG.hidden_size**0.5
+    data = [random_row(f"s{i}", [0] * 3 + [1] * 40, 100 + i) for i in range(40)]
+    for row in data:
+        slots = row.mask.nonzero().flatten() - 1
+        seen = unit_rms(F.embedding(row.tokens[slots + 1], embed), CONFIG.rms_norm_eps)
+        row.last = (row.aux[slots].float() / rms) @ from_captures.t() + seen @ from_embed.t()
+    one = torch.ones(CONFIG.hidden_size)
+    start = ridge_start(CONFIG, [pack(data, rms, torch.float32)], embed, one)
+    # Each row is judged on its own best guess: the head's rows are the true states of this row.
+    batch, last = pack(data[:1], rms, torch.float32)
+    head = unit_rms(last, 1e-5)[: CONFIG.draft_vocab_size]
+    batch.teacher_ids = torch.arange(40).clamp(max=CONFIG.draft_vocab_size - 1).unsqueeze(1)
+    batch.teacher_probs = torch.ones(40, 1)
+    batch.left = torch.where(torch.arange(40) < CONFIG.draft_vocab_size, 1, 0)
+    weights = {name: tensor.requires_grad_() for name, tensor in start.items()}
+    assert ttt_loss(CONFIG, weights, embed, head, batch, 1, Tape()).hits[0] > 0.9
+    untrained = {name: tensor.requires_grad_() for name, tensor in random_trained().items()}
+    assert ttt_loss(CONFIG, untrained, embed, head, batch, 1, Tape()).hits[0] < 0.5
+
+
+def test_a_loss_that_is_not_finite_stops_training_before_it_spoils_the_weights() -> None:
+    weights, embed, head, rms = setting()
+    trainer = Trainer(CONFIG, weights, embed, head, Settings(dtype=torch.float32))
+    batch, _ = pack(rows(), rms, torch.float32)
+    before = trainer.flat.detach().clone()
+    batch.captures[3] = float("nan")
+    with pytest.raises(FloatingPointError, match="step 0"):
+        trainer.step(batch, 60)
+    assert torch.equal(trainer.flat.detach(), before) and trainer.steps_done == 0

@@ -23,7 +23,7 @@ from pipeline.eagle3.draft import DraftConfig
 from pipeline.eagle3.ttt import Batch, trained_shapes
 
 RIDGE = 0.02  # of the mean diagonal
-SHARPNESS = 8.0  # how much more a slot's score for itself is than for a slot that has nothing in common with it
+SHARPNESS = 14.0  # how much more a slot's score for itself is than for a slot that has nothing in common with it
 
 
 def capture_rms(captures: Iterable[Tensor], size: int) -> Tensor:
