@@ -160,7 +160,7 @@ def hf_config(values: dict[str, Any]) -> dict[str, Any]:
         "num_hidden_layers": values["llama.block_count"],
         "num_attention_heads": heads,
         "num_key_value_heads": values["llama.attention.head_count_kv"],
-        "head_dim": hidden // heads,
+        "head_dim": values.get("llama.attention.key_length", hidden // heads),
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
