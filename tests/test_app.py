@@ -20,6 +20,7 @@ from tests import desk_project
 from tui import actions
 from tui.app import RigbookApp, picture
 from tui.cli.main import COMMANDS
+from tui.collector import metrics
 from tui.look import ASCII, UNICODE
 from tui.screens.book import BookPane
 from tui.screens.logs import LogsPane
@@ -472,6 +473,21 @@ async def test_the_palette_offers_what_is_possible_now(project: Path) -> None:
         await pilot.pause(0.5)
         await pilot.press("enter")
         await until(pilot, lambda: app.current.NAME == "server")
+
+
+def test_server_figures_add_up_amounts_average_shares_and_leave_histograms_out() -> None:
+    text = b"""# TYPE sglang:num_running_reqs gauge
+sglang:num_running_reqs{tp_rank="0"} 3.0
+sglang:num_running_reqs{tp_rank="1"} 4.0
+# TYPE sglang:spec_accept_length gauge
+sglang:spec_accept_length{tp_rank="0"} 1.5
+sglang:spec_accept_length{tp_rank="1"} 2.5
+# TYPE sglang:e2e_request_latency_seconds histogram
+sglang:e2e_request_latency_seconds_bucket{le="0.1"} 7
+sglang:e2e_request_latency_seconds_sum 5.3
+not a metric
+"""
+    assert metrics(text) == {"num_running_reqs": 7.0, "spec_accept_length": 2.0}
 
 
 # -- hosts -------------------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def _for_target(kind: str, name: str, snapshot: Snapshot) -> Iterator[Action]:
             return
         if stage.state == "running" and stage.run is not None and stage.run.job:
             yield stop_job(stage.run.job, stage.run.host)
-        else:
+        elif stage.in_recipe:
             yield run_stage(name)
             yield run_from(name)
     if kind == "profile":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -341,12 +342,16 @@ def stage_views(stages: tuple[tuple[str, str], ...], runs: tuple[RunView, ...]) 
     for run in runs:  # newest first
         if run.what == "stage" and (run.name not in newest or run.status == "running"):
             newest.setdefault(run.name, run)
-    names = {name for name, _ in stages}
-    extra = [(name, "") for name in reversed(newest) if name not in names] if stages else []
-    return tuple(
-        StageView(name, text, newest[name].status if name in newest else "not started", newest.get(name))
-        for name, text in [*extra, *stages]
-    )
+    recipe = [StageView(name, text, *_state(newest.get(name))) for name, text in stages]
+    named = {name for name, _ in stages}
+    beside = [StageView(name, "", *_state(newest[name]), False) for name in reversed(newest) if name not in named]
+    # What others build on came first and is shown first: the target. Checks and the like come after the recipe.
+    before = [stage for stage in beside if stage.name == "target"]
+    return (*before, *recipe, *(stage for stage in beside if stage not in before)) if stages else ()
+
+
+def _state(run: RunView | None) -> tuple[str, RunView | None]:
+    return (run.status if run is not None else "not started"), run
 
 
 def resolved(name: str, profiles: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -395,9 +400,11 @@ def metrics(body: bytes) -> dict[str, float]:
             continue
         head, _, value = each.rpartition(" ")
         name = head.partition("{")[0].strip()
-        if kinds.get(name, "gauge") not in {"gauge", "counter", "untyped"} or name.endswith(("_bucket", "_created")):
+        family = re.sub("_(bucket|sum|count|created)$", "", name)
+        if kinds.get(name) in {"histogram", "summary"} or kinds.get(family) in {"histogram", "summary"}:
             continue
         with contextlib.suppress(ValueError):
-            series.setdefault(name.partition(":")[2] or name, []).append(float(value))
+            amount = float(value)
+            series.setdefault(name.partition(":")[2] or name, []).append(amount)
     averaged = ("_rate", "_length", "_usage", "_ratio")
     return {name: sum(v) / len(v) if name.endswith(averaged) else sum(v) for name, v in series.items()}

@@ -91,6 +91,7 @@ class StageView:
     help: str
     state: str  # not started, running, done, failed, lost, stopped, unknown
     run: RunView | None = None
+    in_recipe: bool = True  # False: a step beside the recipe; `rigbook run` does not know it
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,12 @@ def records(snapshot: Snapshot) -> list[tuple[str, BenchRecord]]:
 
 def bench_lines(snapshot: Snapshot, width: int, look: Look, target: str | None = None) -> list[Line]:
     found = records(snapshot)
+    running = [f"running: {clean(run.name)}" for run in snapshot.running if run.what == "bench"]
     if not found:
-        return [heading("Benchmarks"), line(("none in the book yet; `rigbook bench run` makes one", "dim"))]
+        return [
+            heading("Benchmarks", ", ".join(running)),
+            line(("none in the book yet; `rigbook bench run` makes one", "dim")),
+        ]
     rows: list[tuple[str | None, list[Part]]] = []
     for key, record in found:
         for i, arm in enumerate(record.arms):
@@ -72,7 +76,7 @@ def bench_lines(snapshot: Snapshot, width: int, look: Look, target: str | None =
         Column("benchmark", flex=True, least=8), Column("prompts"), Column("profile"), Column("tok/s", True),
         Column("accept", True), Column("verdict", flex=True, least=12),
     ]  # fmt: skip
-    out = [heading("Benchmarks"), *table(columns, rows, width, look)]
+    out = [heading("Benchmarks", ", ".join(running)), *table(columns, rows, width, look)]
     chosen = next((r for key, r in found if key == target), found[0][1])
     return [*out, BLANK, *detail_lines(chosen, width, look)]
 

@@ -94,7 +94,7 @@ The same text on the command line: `rigbook book show`, `rigbook book diff A B`.
         self.redraw()
 
     def redraw(self) -> None:
-        width = self.board.size.width - MARGIN - 1
+        width = self.board.room - MARGIN
         if width > 0 and self._markdown:
             self._rendered = render(self._markdown, width, self.look)
             self.board.show(self._lines())
@@ -109,8 +109,8 @@ The same text on the command line: `rigbook book show`, `rigbook book diff A B`.
             for each in self._rendered.lines
         ]
 
-    def on_resize(self) -> None:
-        self.call_after_refresh(self.redraw)
+    def on_board_resized(self) -> None:
+        self.redraw()
 
     def enter(self) -> None:
         self.board.focus()

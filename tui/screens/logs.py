@@ -99,7 +99,11 @@ long lines. Colour codes, control characters and bytes that are no text are made
             bar.show((("  " + words if self.snapshot.loaded else "  reading", "dim"),))
             return
         file = view.file
-        size = f"{file.count:,} lines {self.look.sep} {data_size(file.size)}" if file else ""
+        size = (
+            f"{file.count:,} line{'' if file.count == 1 else 's'} {self.look.sep} {data_size(file.size)}"
+            if file
+            else ""
+        )
         how = "following" if view.following else "paused"
         right = f"{view.message}  " if view.message else ""
         mark = self.look.mark(source.state)

@@ -79,13 +79,12 @@ class BoardPane(Pane):
         self.redraw()
 
     def redraw(self) -> None:
-        width = self.board.size.width - MARGIN
+        width = self.board.room - MARGIN
         if width > 0:
             self.board.show(self.lines(self.snapshot, width), self.start(self.snapshot))
 
-    def on_resize(self) -> None:
-        # The board learns its new size after this message: draw then.
-        self.call_after_refresh(self.redraw)
+    def on_board_resized(self) -> None:
+        self.redraw()
 
     def enter(self) -> None:
         self.board.focus()

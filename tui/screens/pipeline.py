@@ -10,9 +10,6 @@ from tui.screens.pane import BoardPane
 from tui.snapshot import Snapshot, StageView
 from tui.widgets.board import Board
 
-# Which metric the one-line summary shows, the first that a stage has.
-FIRST = ("loss", "train_loss", "accept_len", "tok_s")
-
 
 class PipelinePane(BoardPane):
     NAME, DIGIT, TITLE = "pipeline", "5", "Pipeline"
@@ -89,7 +86,7 @@ def stage_cells(stage: StageView, snapshot: Snapshot, look: Look, width: int) ->
         took = duration(run.seconds, look.dash)
         if stage.state in {"failed", "lost"}:
             far = (clean(str(run.result.get("error") or run.progress.error or f"exit {run.exit}")), "bad")
-        elif (told := first_metric(stage, look)) is not None:
+        elif (told := told_numbers(stage, look)) is not None:
             far = (told, "")
     return [state(look, stage.state), (stage.name, "bold"), far, (rows_of(stage, look), ""), (took, "dim")]
 
@@ -102,13 +99,19 @@ def rows_of(stage: StageView, look: Look) -> str:
     return text + (f" {look.mark('warning')}{rows['errors']}" if rows.get("errors") else "")
 
 
-def first_metric(stage: StageView, look: Look) -> str | None:
+def told_numbers(stage: StageView, look: Look) -> str | None:
+    """The first metrics of a stage in one line: last value, and the course where there is one."""
     metrics = stage.run.progress.metrics if stage.run is not None else {}
-    name = next((name for name in FIRST if name in metrics), None)
-    if name is None:
-        return None
-    values = metrics[name]
-    return f"{clean(name)} {amount(values[-1])}  {look.sparkline(values, 16)}"
+    words = []
+    for name, values in list(metrics.items())[:2]:
+        course = f" {look.sparkline(values, 12)}" if len(values) > 2 else ""
+        words.append(f"{short(name, stage.name)} {amount(values[-1])}{course}")
+    return f" {look.sep} ".join(words) or None
+
+
+def short(metric: str, stage: str) -> str:
+    """The name of a metric without the stage's own name before it."""
+    return clean(metric.removeprefix(f"{stage}."))
 
 
 def detail_lines(stage: StageView, width: int, look: Look) -> list[Line]:
@@ -126,7 +129,9 @@ def detail_lines(stage: StageView, width: int, look: Look) -> list[Line]:
         known = [v for v in values if math.isfinite(v)]
         span = f"{amount(min(known))} to {amount(max(known))}" if known else look.dash
         course = look.sparkline(values, max(8, min(60, width - 44)))
-        rows.append((None, [(clean(name), ""), (amount(values[-1]), "bold"), (course, "bar"), (span, "dim")]))
+        rows.append(
+            (None, [(short(name, stage.name), ""), (amount(values[-1]), "bold"), (course, "bar"), (span, "dim")])
+        )
     out += table([Column(), Column(right=True), Column(flex=True), Column()], rows, width, look, header=False)
     numbers = [(k, v) for k, v in run.result.items() if isinstance(v, int | float) and not isinstance(v, bool)]
     if numbers:

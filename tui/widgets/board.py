@@ -48,6 +48,9 @@ class Board(ScrollView, can_focus=True):
         def control(self) -> Board:
             return self.board
 
+    class Resized(Message):
+        """The room changed, by the window or by a scroll bar: lines made for another width are to be made again."""
+
     class Moved(Message):
         """The cursor came to stand on `key`."""
 
@@ -68,6 +71,11 @@ class Board(ScrollView, can_focus=True):
         self._row: int | None = None  # where that was last seen
         self._strips: dict[int, Strip] = {}
         self.repainted = 0  # lines asked to be drawn again; tests watch it
+
+    @property
+    def room(self) -> int:
+        """Cells of a line, the cursor's included; what a scroll bar takes is not ours."""
+        return self.scrollable_content_region.width
 
     # -- content ---------------------------------------------------------------------------------------------
 
@@ -108,7 +116,7 @@ class Board(ScrollView, can_focus=True):
 
     def _repaint(self, y: int) -> None:
         self.repainted += 1
-        self.refresh(Region(0, y - self.scroll_offset.y, self.size.width, 1))
+        self.refresh(Region(0, y - self.scroll_offset.y, self.room, 1))
 
     # -- cursor ----------------------------------------------------------------------------------------------
 
@@ -184,6 +192,7 @@ class Board(ScrollView, can_focus=True):
 
     def on_resize(self) -> None:
         self._strips.clear()
+        self.post_message(self.Resized())
 
     def on_focus(self) -> None:
         self._repaint_cursor()
@@ -198,7 +207,7 @@ class Board(ScrollView, can_focus=True):
 
     def render_line(self, y: int) -> Strip:
         at = y + self.scroll_offset.y
-        width = self.size.width
+        width = self.room
         if at >= len(self.lines):
             return Strip.blank(width)
         strip = self._strips.get(at)

@@ -139,7 +139,7 @@ class LogView(ScrollView, can_focus=True):
     # -- drawing ---------------------------------------------------------------------------------------------
 
     def render_line(self, y: int) -> Strip:
-        at, width = y + self.scroll_offset.y, self.size.width
+        at, width = y + self.scroll_offset.y, self.scrollable_content_region.width
         file = self.file
         if file is None or at >= file.count + bool(file.tail):
             return Strip.blank(width)
