@@ -8,7 +8,7 @@ slower favours neither. Nothing is dropped: a round that failed is in the record
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 from pipeline import server
@@ -21,6 +21,7 @@ from state.benchmarks import Arm, BenchRecord, Dataset, DatasetKind, Round, Sett
 from state.ngrams import lookup_accept_length, repetition_rate
 
 KINDS: tuple[Literal["self", "people"], ...] = ("self", "people")
+TROUBLE = {"warning", "error", "failed", "lost", "unreachable"}
 
 
 async def compare(work: Work, baseline: str, speculative: str) -> list[BenchRecord]:
@@ -60,7 +61,7 @@ async def compare(work: Work, baseline: str, speculative: str) -> list[BenchReco
             run=run,
             status="done",
             exit=0,
-            result={record.name: record.verdict.text if record.verdict else "" for record in records},
+            result={record.dataset.kind: record.verdict.text if record.verdict else "" for record in records},
             seconds=time.monotonic() - began,
         ),
     )
@@ -69,21 +70,23 @@ async def compare(work: Work, baseline: str, speculative: str) -> list[BenchReco
 
 async def _measure(work: Work, run: str, names: tuple[str, str]) -> list[BenchRecord]:
     settings = pipeline_of(work.project).bench
+    # Twelve launches would say what one launch says: only trouble and the rounds themselves are told.
+    quiet = replace(work, report=lambda update: work.report(update) if update.kind in TROUBLE else None)
     arms = {kind: {name: Arm(profile=name) for name in names} for kind in KINDS}
     outputs: dict[str, dict[str, list[dict[str, Any]]]] = {kind: {name: [] for name in names} for kind in KINDS}
     infos: dict[str, dict[str, Any]] = {}
     order = 0
     for number in range(settings.rounds):
         for name in names if number % 2 == 0 else names[::-1]:
-            await server.stop(work, name)
-            await server.start(work, name)
+            await server.stop(quiet, name)
+            await server.start(quiet, name)
             infos[name] = (await server.status(work, name))["info"]
             for kind in KINDS:
-                one, rows = await _round(work, run, name, kind, number, order)
+                one, rows = await _round(quiet, run, name, kind, number, order)
                 arms[kind][name].rounds.append(one)
                 outputs[kind][name] += rows
                 work.report(Update(run, f"{kind} round {number + 1}", "round", {"arm": name, **asdict(one)}))
-            await server.stop(work, name)
+            await server.stop(quiet, name)
             order += 1
     return [await _record(work, run, kind, arms[kind], outputs[kind], infos) for kind in KINDS]
 
@@ -159,7 +162,7 @@ async def _record(
     plain, speculative = list(arms.values())
     ids = [row["output_ids"] for row in outputs[plain.profile] if row.get("output_ids")]
     record = BenchRecord(
-        name=f"{plain.profile} against {speculative.profile}, prompts of {'the model' if kind == 'self' else 'people'}",
+        name=f"{plain.profile} against {speculative.profile}",
         arms=[plain, speculative],
         dataset=Dataset(
             id=f"held_{kind}", sha256=_digest(prompts, f"held_{kind}"), kind=kind, n=pipeline.bench.prompts

@@ -126,7 +126,7 @@ async def benchmark(demo: Demo) -> None:
         return
     for record in await bench.compare(demo.work, "baseline", "eagle3"):
         verdict = record.verdict.text if record.verdict else "unknown"
-        demo.note("bench", "verdict", name=record.name, verdict=verdict, break_even=record.break_even)
+        demo.note("bench", "verdict", prompts=record.dataset.kind, verdict=verdict, break_even=record.break_even)
 
 
 async def crash_and_clean(demo: Demo) -> None:

@@ -151,6 +151,7 @@ async def follow(work: Work, link: Link, run: str, name: str) -> None:
     waited = 1.0
     while True:
         try:
+            link = await work.rig.link(link.name)  # made anew where it was lost
             ended = await jobs.mirror(link, run, folder)
             waited = 1.0
         except RigbookError as error:
@@ -160,7 +161,6 @@ async def follow(work: Work, link: Link, run: str, name: str) -> None:
             work.report(Update(run, name, "unreachable", {"message": str(error), "retry_in": waited}))
             await asyncio.sleep(waited)
             waited = min(waited * 2, 60.0)
-            link = await work.rig.link(link.name)
             continue
         for offset, event in event_lines(folder / "events.jsonl", seen):
             seen = offset
@@ -213,9 +213,9 @@ async def settle(work: Work, link: Link, run: str, name: str) -> Outcome:
 
 def _status_word(status: JobStatus) -> RunStatus:
     if status.state == "finished":
-        if status.exit == 0:
-            return "done"
-        return "stopped" if status.stopped or status.exit == 143 else "failed"
+        if status.stopped or status.exit == 143:
+            return "stopped"
+        return "done" if status.exit == 0 else "failed"
     return "lost"
 
 

@@ -223,3 +223,29 @@ def run_folder_events(root: Path, run: str) -> bytes:
     from state.project import load
 
     return (run_folder(load(root), run) / "events.jsonl").read_bytes()
+
+
+def test_a_host_that_goes_away_and_comes_back_loses_nothing(tmp_path: Path) -> None:
+    """The job goes on while nobody can reach its host; the controller waits, and finds everything."""
+    from remote import demo_rig
+
+    hosts = tmp_path / "hosts"
+    demo_rig.start(hosts, {"llm": "lxc"})
+    text = TOML.format(root=tmp_path, python=sys.executable)
+    text = text.replace(f'kind = "local"\nstate_dir = "{tmp_path}/jobs"', 'kind = "lxc"\nssh = "llm"')
+    text = text.replace("here", "llm").replace('name = "runs"', 'name = "runs"\nssh_config = "hosts/ssh_config"')
+    (tmp_path / "rigbook.toml").write_text(text)
+    spec = wanted(tmp_path, rows=30, pause=0.1)
+    first = controller(tmp_path, spec)
+    rows = tmp_path / "work" / "toy" / "rows.jsonl"
+    try:
+        until(lambda: rows.exists() and rows.stat().st_size > 60, first)
+        demo_rig.stop(hosts)
+        until(lambda: (tmp_path / "work" / "toy" / "manifest.json").exists(), first)
+        demo_rig.start(hosts, {"llm": "lxc"})
+        assert first.wait(120) == 0
+    finally:
+        first.kill()
+        demo_rig.stop(hosts)
+    assert [json.loads(line)["id"] for line in rows.read_text().splitlines()] == list(range(30))
+    assert [e.status for e in recorded(tmp_path) if isinstance(e, events.RunFinished)] == ["done"]

@@ -148,7 +148,7 @@ WORDS: dict[str, Any] = {
         if d.get("tok_s")
         else f"{d['arm']}: no figure: {d.get('excluded')}"
     ),
-    "verdict": lambda d: f"{d['name']}: {d['verdict']}",
+    "verdict": lambda d: f"on prompts by {d['prompts']}: {d['verdict']}",
     "killed": lambda d: f"killed with SIGKILL: the launch chain of {d['run']} (pids {', '.join(map(str, d['pids']))})",
     "plan": lambda d: f"plan: {d['item']}",
     "proof": lambda d: f"{'proved' if d['verified'] else 'NOT PROVED'}: {d['text']}",

@@ -223,7 +223,9 @@ def bench_run(
 
     emit(
         [asdict(r) for r in records],
-        "\n".join(f"{r.name}: {r.verdict.text if r.verdict else 'unknown'}" for r in records),
+        "\n".join(
+            f"{r.name}, prompts by {r.dataset.kind}: {r.verdict.text if r.verdict else 'unknown'}" for r in records
+        ),
     )
 
 
