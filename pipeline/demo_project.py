@@ -59,7 +59,7 @@ def prepare(directory: Path) -> dict[str, Any]:
             exit_code=REFUSED,
         )
     try:
-        (directory / ".rigbook").mkdir(parents=True, mode=0o700)
+        (directory / ".rigbook").mkdir(parents=True, mode=0o700, exist_ok=True)
     except OSError as error:
         raise RigbookError("demo.folder", f"cannot make {directory}: {error.strerror}", exit_code=FAILED) from error
     check_disk(directory)

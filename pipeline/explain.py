@@ -65,6 +65,9 @@ EXPLAIN: dict[str, str] = {
     "hidden.disk": "Hidden states take 4 times hidden size times 2 bytes a token, and there is too little room.",
     "hidden.not-finite": "The target's hidden states contain NaN or infinity: wrong number format, or a broken model.",
     "hidden.batch-leak": "A row computed alone differs from the same row in a batch: the states cannot be trusted.",
+    "target.unsupported": "The built-in target decoder reads plain Llama models. For another one, let the server that "
+    "serves it give the hidden states.",
+    "train.not-finite": "The loss became NaN or infinite. A lower learning rate, in a new folder, is the way on.",
     "train.no-data": "There is no row to train on.",
     "train.long-row": "A row is longer than a training batch; raise pipeline.train.batch_tokens.",
     "train.resumed": "Training went on from its last checkpoint; the steps after it were done again.",

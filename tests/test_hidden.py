@@ -114,3 +114,10 @@ def test_a_full_disk_is_known_before_the_first_state(
 def test_a_layer_that_the_target_lacks_is_refused(tmp_path: Path, inputs: dict[str, Path]) -> None:
     with pytest.raises(Refused, match="8 layers"):
         run(tmp_path, inputs, layers=[2, 4, 8])
+
+
+def test_a_target_of_another_kind_is_refused_in_a_sentence(tmp_path: Path, inputs: dict[str, Path]) -> None:
+    path = inputs["model"] / "config.json"
+    path.write_text(path.read_text().replace('"llama"', '"mamba"'))
+    with pytest.raises(Refused, match="mamba"):
+        run(tmp_path, inputs)

@@ -23,7 +23,7 @@ from torch import Tensor
 from pipeline.eagle3.draft import default_aux_layers
 from pipeline.eagle3.frozen import Vocab, read_vocab
 from pipeline.eagle3.shards import Row, read_shard, shard_bytes
-from pipeline.eagle3.target import Target
+from pipeline.eagle3.target import Target, TargetError
 from pipeline.stages.protocol import Stage, main, read_jsonl, write_bytes, write_json
 
 SHARD_ROWS = 64
@@ -38,7 +38,7 @@ def run(stage: Stage) -> dict[str, Any]:
     s = stage.settings
     rows = list(read_jsonl(stage.inputs["rows"]))
     vocab, dtype = read_vocab(stage.inputs["vocab"]), str(s.get("dtype", "bfloat16"))
-    target = Target.load(stage.inputs["model"], DTYPES[dtype], max(len(row["input_ids"]) for row in rows))
+    target = load_target(stage, DTYPES[dtype], max(len(row["input_ids"]) for row in rows))
     layers = tuple(int(i) for i in s.get("layers") or default_aux_layers(target.config.layers))
     if bad := [i for i in layers if not 0 <= i < target.config.layers]:
         stage.refuse("hidden.layers", f"the target has {target.config.layers} layers, there is no input of {bad}")
@@ -81,6 +81,14 @@ def run(stage: Stage) -> dict[str, Any]:
         "bytes": sum(path.stat().st_size for path in shards),
         "worst_spot_difference": worst,
     }
+
+
+def load_target(stage: Stage, dtype: torch.dtype, positions: int | None = None) -> Target:
+    """The input `model`, or a refusal in one sentence."""
+    try:
+        return Target.load(stage.inputs["model"], dtype, positions)
+    except TargetError as error:
+        stage.refuse("target.unsupported", str(error))
 
 
 def check_disk(stage: Stage, tokens: int, responses: int, hidden: int, layers: int) -> None:

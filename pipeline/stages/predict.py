@@ -21,6 +21,7 @@ from pipeline.eagle3.chat import Chat
 from pipeline.eagle3.draft import DraftCache, Drafter
 from pipeline.eagle3.frozen import end_tokens
 from pipeline.eagle3.target import Target
+from pipeline.stages.hidden import load_target
 from pipeline.stages.protocol import Stage, main, read_jsonl, write_json
 from pipeline.stages.tokenize import Unusable, tokenize_row
 
@@ -31,7 +32,7 @@ def run(stage: Stage) -> dict[str, Any]:
     steps, dtype = int(stage.settings.get("steps", 3)), DTYPES[stage.settings.get("dtype", "bfloat16")]
     model = stage.inputs["model"]
     chat, ends = Chat(model), end_tokens(model)
-    target = Target.load(model, dtype)
+    target = load_target(stage, dtype)
     drafter = Drafter.load(stage.inputs["drafter"], target.embed, dtype)
     results: dict[str, Any] = {}
     for kind in ("self", "people"):

@@ -78,7 +78,10 @@ def run(stage: Stage) -> dict[str, Any]:
             stage.fact("training.steps", total)
         chosen = [rows[i] for i in next(batches)]
         batch, _ = pack(chosen, rms, settings.dtype)
-        outcome = trainer.step(batch, total)
+        try:
+            outcome = trainer.step(batch, total)
+        except FloatingPointError as error:
+            stage.refuse("train.not-finite", f"{error}; lower pipeline.train.lr (now {settings.lr:g})")
         entry = {
             "step": trainer.steps_done,
             "tokens": len(batch.tokens),

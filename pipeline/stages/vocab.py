@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pipeline.eagle3.frozen import Vocab, end_tokens, target_config, vocab_bytes
-from pipeline.eagle3.target import Target
+from pipeline.stages.hidden import load_target
 from pipeline.stages.protocol import Stage, main, read_jsonl, write_bytes
 
 
@@ -63,7 +63,7 @@ def choose(score: Tensor, size: int, always: set[int]) -> Vocab:
 @torch.inference_mode()
 def probability_mass(stage: Stage, rows: list[dict[str, Any]]) -> Tensor:
     """Mean over the response tokens of `rows` of the target's probabilities for that place, [V] fp64."""
-    target = Target.load(stage.inputs["model"], torch.bfloat16, max(len(row["input_ids"]) for row in rows))
+    target = load_target(stage, torch.bfloat16, max(len(row["input_ids"]) for row in rows))
     mass, count = torch.zeros(target.config.vocab_size, dtype=torch.float64), 0
     for done, row in enumerate(rows, 1):
         ids = torch.tensor([row["input_ids"]])
