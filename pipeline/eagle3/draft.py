@@ -223,6 +223,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
 
+def fast_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm` in one call, for decoding. (It rounds once, after the weight; training rounds before it as well.)"""
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
 @dataclass
 class DraftCache:
     """Keys and values by slot: [B, KV heads, slots, head_dim]."""
@@ -243,6 +248,14 @@ class Drafter(nn.Module):
             self.register_buffer(name.replace(".", "__"), tensor)
         self.register_buffer("embed", embed, persistent=False)
         self.register_buffer("target_ids", weights["d2t"] + torch.arange(config.draft_vocab_size), persistent=False)
+        # Drafting one row is bound by the number of products and small operations, so what can be one is one.
+        attention, mlp = "midlayer.self_attn.", "midlayer.mlp."
+        self.qkv = torch.cat([weights[f"{attention}{name}_proj.weight"] for name in "qkv"])  # [(N + 2K) * hd, 2H]
+        self.gate_up = torch.cat([weights[f"{mlp}{name}_proj.weight"] for name in ("gate", "up")])  # [2 * inner, H]
+        cos, sin = rope_table(config, torch.arange(config.max_position_embeddings))
+        # rotate(x) = x * cos + (halves of x swapped) * sin, with the sign in the table
+        self.cos = torch.cat((cos, cos), -1).to(embed.dtype).unsqueeze(1)  # [positions, 1, hd]
+        self.sin = torch.cat((-sin, sin), -1).to(embed.dtype).unsqueeze(1)
 
     @classmethod
     def load(cls, directory: Path | str, embed: Tensor, dtype: torch.dtype = torch.bfloat16) -> Drafter:
@@ -271,39 +284,46 @@ class Drafter(nn.Module):
         """token_ids [B, T] (the token *after* each slot), hidden [B, T, H], positions [B, T] -> output [B, T, H]."""
         c, mid = self.config, "midlayer."
         rows, slots = positions.shape
-        embeds = F.embedding(token_ids, cast(Tensor, self.embed))
+        heads, kv_heads, hd = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        x = F.embedding(token_ids, cast(Tensor, self.embed))
         x = torch.cat(
             (
-                rms_norm(embeds, self.w(mid + "input_layernorm.weight"), c.rms_norm_eps),
-                rms_norm(hidden, self.w(mid + "hidden_norm.weight"), c.rms_norm_eps),
+                fast_norm(x, self.w(mid + "input_layernorm.weight"), c.rms_norm_eps),
+                fast_norm(hidden, self.w(mid + "hidden_norm.weight"), c.rms_norm_eps),
             ),
             dim=-1,
         )  # [B, T, 2H]
-        cos, sin = (table.unsqueeze(1) for table in rope_table(c, positions))  # [B, 1, T, hd/2]
-        q = F.linear(x, self.w(mid + "self_attn.q_proj.weight")).view(rows, slots, -1, c.head_dim).transpose(1, 2)
-        k = F.linear(x, self.w(mid + "self_attn.k_proj.weight")).view(rows, slots, -1, c.head_dim).transpose(1, 2)
-        v = F.linear(x, self.w(mid + "self_attn.v_proj.weight")).view(rows, slots, -1, c.head_dim).transpose(1, 2)
-        row = torch.arange(rows, device=positions.device).unsqueeze(1)
-        cache.keys[row, :, positions] = rotate(k, cos, sin).transpose(1, 2)
-        cache.values[row, :, positions] = v.transpose(1, 2)
-        used = int(positions.max()) + 1
-        seen = torch.arange(used, device=positions.device) <= positions.unsqueeze(-1)  # [B, T, used]
+        qkv = F.linear(x, self.qkv).view(rows, slots, heads + 2 * kv_heads, hd)
+        qk = qkv[:, :, : heads + kv_heads]
+        swapped = qk.roll(hd // 2, -1)
+        qk.mul_(self.cos[positions]).addcmul_(swapped, self.sin[positions])
+        mask: Tensor | None = None
+        if rows == slots == 1:  # the usual call: one guess after another for one request
+            slot = int(positions)
+            used = slot + 1  # and it sees everything
+            cache.keys[:, :, slot] = qkv[:, 0, heads : heads + kv_heads]
+            cache.values[:, :, slot] = qkv[:, 0, heads + kv_heads :]
+        else:
+            row = torch.arange(rows, device=positions.device).unsqueeze(1)
+            cache.keys[row, :, positions] = qkv[:, :, heads : heads + kv_heads]
+            cache.values[row, :, positions] = qkv[:, :, heads + kv_heads :]
+            used = int(positions.max()) + 1
+            seen = torch.arange(used, device=positions.device) <= positions.unsqueeze(-1)  # [B, T, used]
+            mask = seen.repeat(1, heads // kv_heads, 1).unsqueeze(1)  # [B, 1, G * T, used]
+        # The query heads that share a key/value head are so many more queries of it: no key is repeated.
+        q = qkv[:, :, :heads].view(rows, slots, kv_heads, -1, hd).permute(0, 2, 3, 1, 4)  # [B, KV, G, T, hd]
         attended = F.scaled_dot_product_attention(
-            rotate(q, cos, sin),
-            cache.keys[:, :, :used],
-            cache.values[:, :, :used],
-            attn_mask=seen.unsqueeze(1),
-            enable_gqa=True,
+            q.reshape(rows, kv_heads, -1, hd), cache.keys[:, :, :used], cache.values[:, :, :used], attn_mask=mask
         )
-        merged = attended.transpose(1, 2).reshape(rows, slots, -1)
+        merged = attended.view(rows, kv_heads, -1, slots, hd).permute(0, 3, 1, 2, 4).reshape(rows, slots, -1)
         hidden = hidden + F.linear(merged, self.w(mid + "self_attn.o_proj.weight"))
-        x = rms_norm(hidden, self.w(mid + "post_attention_layernorm.weight"), c.rms_norm_eps)
-        gate, up = F.linear(x, self.w(mid + "mlp.gate_proj.weight")), F.linear(x, self.w(mid + "mlp.up_proj.weight"))
+        x = fast_norm(hidden, self.w(mid + "post_attention_layernorm.weight"), c.rms_norm_eps)
+        gate, up = F.linear(x, self.gate_up).chunk(2, -1)
         return hidden + F.linear(F.silu(gate) * up, self.w(mid + "mlp.down_proj.weight"))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Output [..., H] -> logits over the draft vocabulary [..., Vd]."""
-        return F.linear(rms_norm(hidden, self.w("norm.weight"), self.config.rms_norm_eps), self.w("lm_head.weight"))
+        return F.linear(fast_norm(hidden, self.w("norm.weight"), self.config.rms_norm_eps), self.w("lm_head.weight"))
 
     def to_target(self, draft_ids: Tensor) -> Tensor:
         """Ids of the draft vocabulary -> ids of the target's."""
