@@ -20,6 +20,7 @@ from tests.lab.stage_run import rows, run_stage, stage_spec, warnings
 from tests.lab.tiny_pipeline import up_to_hidden
 
 SETTINGS = {"steps": 400, "batch_tokens": 160, "dtype": "bfloat16", "lr": 2e-3}
+ENV = {"PYTHONPATH": ".", "OMP_NUM_THREADS": "1"}
 # A checkpoint at every step, so that there is one to kill after.
 OFTEN = "import pipeline.stages.train as t; t.CHECKPOINT_SECONDS = 0.0; t.main(t.run)"
 
@@ -33,7 +34,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def start(out: Path, paths: dict[str, Path]) -> subprocess.Popen[bytes]:
     spec = out.parent / f"{out.name}.spec.json"
     spec.write_text(json.dumps(stage_spec("train", out, paths, SETTINGS)))
-    return subprocess.Popen([sys.executable, "-c", OFTEN, "--spec", str(spec)], env=os.environ | {"PYTHONPATH": "."})
+    return subprocess.Popen([sys.executable, "-c", OFTEN, "--spec", str(spec)], env=os.environ | ENV)
 
 
 def last_step(out: Path) -> int:

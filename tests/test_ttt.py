@@ -18,6 +18,7 @@ from tests.lab.tiny_drafter import CONFIG, random_weights
 from tests.lab.tiny_rows import random_row, random_trained, rows
 
 STEPS = 3
+torch.set_num_threads(1)  # products this small gain nothing from two
 
 
 def setting() -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor]:

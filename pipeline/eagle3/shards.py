@@ -9,7 +9,7 @@ A shard is one safetensors file of whole rows, packed (N tokens, M of them respo
     last           [M, H]   bf16     final normed hidden state at each response token (the head's input)
     teacher_ids    [M, K]   int32    draft-vocabulary ids, likeliest first
     teacher_probs  [M, K]   fp16     their probabilities in the target's whole vocabulary (sum at most 1)
-    metadata       ids: JSON list of row ids; complete: "1"
+    metadata       ids: JSON list of row ids
 
 Bytes per token: 6H + 1 for each, and 2H + 6K more for a response token. Files are mapped, not read: rows not in use
 cost no memory.
@@ -57,7 +57,7 @@ def shard_bytes(rows: Sequence[Row]) -> bytes:
         "teacher_ids": torch.cat([row.teacher_ids for row in rows]).to(torch.int32),
         "teacher_probs": torch.cat([row.teacher_probs for row in rows]).to(torch.float16),
     }
-    return save(tensors, metadata={"ids": json.dumps([row.id for row in rows]), "complete": "1"})
+    return save(tensors, metadata={"ids": json.dumps([row.id for row in rows])})  # one key: several come in any order
 
 
 def read_shard(path: Path) -> list[Row]:

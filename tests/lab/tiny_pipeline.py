@@ -32,7 +32,8 @@ def greedy(model: Path, prompts: list[str], tokens: int) -> list[dict[str, objec
 
 
 def up_to_hidden(base: Path) -> dict[str, Path]:
-    """Paths: model, vocab, hidden, held (greedy rows over other prompts)."""
+    """Paths: model, vocab, hidden, generated (greedy rows), held (greedy rows over other prompts)."""
+    torch.set_num_threads(1)  # products this small gain nothing from two, and wait for each other on a busy machine
     model = make_tiny_model(base / "model")
     write_jsonl(base / "generated.jsonl", greedy(model, [f"tell me about {i * i}" for i in range(12)], 24))
     write_jsonl(base / "held.jsonl", greedy(model, [f"what of {i}" for i in range(4)], 20))
@@ -41,14 +42,15 @@ def up_to_hidden(base: Path) -> dict[str, Path]:
     run_stage("vocab", base / "vocab", {"rows": rows, "model": model}, {"size": 200, "mass_rows": 4})
     vocab = base / "vocab/vocab.safetensors"
     run_stage("hidden", base / "hidden", {"rows": rows, "vocab": vocab, "model": model}, {"dtype": "float32"})
-    return {"model": model, "vocab": vocab, "hidden": base / "hidden", "held": base / "held.jsonl"}
+    paths = {"model": model, "vocab": vocab, "hidden": base / "hidden"}
+    return paths | {"generated": base / "generated.jsonl", "held": base / "held.jsonl"}
 
 
 def up_to_export(base: Path) -> dict[str, Path]:
     """The same, and: checkpoint, drafter."""
     paths = up_to_hidden(base)
     inputs = {name: paths[name] for name in ("model", "vocab", "hidden")}
-    settings = {"steps": 40, "batch_tokens": 160, "dtype": "float32"}
+    settings = {"steps": 150, "batch_tokens": 160, "dtype": "float32"}
     run_stage("train", base / "train", inputs, settings)
     run_stage("export", base / "export", {"checkpoint": base / "train", "model": paths["model"]})
     return paths | {"checkpoint": base / "train", "drafter": base / "export/drafter"}
