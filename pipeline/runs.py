@@ -205,7 +205,13 @@ async def settle(work: Work, link: Link, run: str, name: str) -> Outcome:
         error or _last_words(folder / "out.log", status),
     )
     if run not in finished_runs(work.journal):
-        work.journal.append(*_facts(said, run, link.name), _finished(outcome))
+        ended_events = [*_facts(said, run, link.name), _finished(outcome)]
+        started = started_runs(work.journal).get(run)
+        if started is not None and started.what == "server" and outcome.status != "stopped":
+            # Nobody asked it to end: whoever reads the book must not go on thinking that it answers.
+            state = events.ServerState(run=run, profile=started.name, state="vanished", detail=outcome.error)
+            ended_events.append(state)
+        work.journal.append(*ended_events)
     ended = {"result": result, "seconds": outcome.seconds, "error": outcome.error}
     work.report(Update(run, name, outcome.status, ended))
     return outcome

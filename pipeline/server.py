@@ -176,11 +176,6 @@ async def wait_ready(work: Work, name: str, run: str, *, stuck_seconds: float = 
             work.report(Update(run, name, "loading", {"line": last[-1] if last else ""}))
         if ended:
             outcome = await settle(work, link, run, name)
-            work.journal.append(
-                events.ServerState(
-                    run=run, profile=name, state="vanished", detail=outcome.error or "ended while loading"
-                )
-            )
             raise RigbookError(
                 "serve.failed",
                 f"{name} ended while it was loading: {outcome.error}",

@@ -249,3 +249,25 @@ def test_a_host_that_goes_away_and_comes_back_loses_nothing(tmp_path: Path) -> N
         demo_rig.stop(hosts)
     assert [json.loads(line)["id"] for line in rows.read_text().splitlines()] == list(range(30))
     assert [e.status for e in recorded(tmp_path) if isinstance(e, events.RunFinished)] == ["done"]
+
+
+def test_a_server_that_ends_unasked_is_not_ready_any_more_in_the_book(root: Path) -> None:
+    """Killed together with its supervisor, as by the kernel: nothing on the host says so but its absence."""
+
+    async def work() -> None:
+        async with open_work(root) as opened:
+            link = await opened.rig.link("here")
+            opened.journal.append(
+                events.RunStarted(run="server-x-1", what="server", name="x", host="here", job="server-x-1"),
+                events.ServerState(run="server-x-1", profile="x", state="ready"),
+            )
+            job = await jobs.submit(link, jobs.JobSpec(id="server-x-1", name="server-x", argv=["sleep", "600"]))
+            for pid in (job.supervisor, job.pid):
+                assert pid is not None
+                os.kill(pid, signal.SIGKILL)
+            await jobs.wait(link, "server-x-1")
+            await settle_all(opened)
+
+    asyncio.run(work())
+    states = [(e.profile, e.state) for e in recorded(root) if isinstance(e, events.ServerState)]
+    assert states == [("x", "ready"), ("x", "vanished")]
