@@ -7,17 +7,20 @@ slower favours neither. Nothing is dropped: a round that failed is in the record
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import asdict, replace
 from typing import Any, Literal
 
 from pipeline import server
 from pipeline.recipe import folder, pipeline_of
-from pipeline.runs import Update, Work
+from pipeline.runs import Update, Work, alone, finished_runs, run_folder, started_runs
 from pipeline.stage_runner import read_json, read_jsonl, run_module
+from pipeline.stages.protocol import write_json
 from state import benchmarks as book
 from state import events
 from state.benchmarks import Arm, BenchRecord, Dataset, DatasetKind, Round, Settings
+from state.errors import REFUSED, UNREACHABLE, RigbookError
 from state.ngrams import lookup_accept_length, repetition_rate
 
 KINDS: tuple[Literal["self", "people"], ...] = ("self", "people")
@@ -28,75 +31,112 @@ async def compare(work: Work, baseline: str, speculative: str) -> list[BenchReco
     """Benchmark two profiles against each other on both kinds of held-out prompts, and record it.
 
     Returns one record a kind of prompt. Servers of the two profiles that run already are stopped first: a round is a
-    launch. Raises what `server.start` raises; a failed round is recorded, and the others go on.
+    launch. One that was interrupted goes on after its last whole launch, if nothing that it compares has changed.
+    Raises what `server.start` raises, and `bench.running`; a failed round is recorded, and the others go on.
     """
     pipeline = pipeline_of(work.project)
-    run = f"bench-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
-    work.journal.append(
-        events.RunStarted(
-            run=run,
-            what="bench",
-            name=f"{baseline} against {speculative}",
-            host=pipeline.host,
-            settings=pipeline.bench.model_dump(),
-        )
-    )
-    began = time.monotonic()
-    try:
-        records = await _measure(work, run, (baseline, speculative))
-    except BaseException as error:
-        # An interrupted benchmark is a result too: the book says that it was started and did not end.
+    names = (baseline, speculative)
+    busy = RigbookError("bench.running", "another benchmark of this project is at work", exit_code=REFUSED)
+    with alone(work.project.root / ".rigbook" / "bench.lock", busy):
+        settings = await _settings(work, names)
+        run = _interrupted(work, settings)
+        resumed = run is not None
+        if run is None:
+            run = f"bench-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
+            work.journal.append(
+                events.RunStarted(
+                    run=run,
+                    what="bench",
+                    name=f"{baseline} against {speculative}",
+                    host=pipeline.host,
+                    settings=settings,
+                )
+            )
+        began = time.monotonic()
+        try:
+            records = await _measure(work, run, names)
+        except RigbookError as error:
+            if error.exit_code == UNREACHABLE:
+                raise  # the same as an interruption: the next call goes on
+            result = {"error": str(error)}
+            seconds = time.monotonic() - began
+            work.journal.append(events.RunFinished(run=run, status="failed", result=result, seconds=seconds))
+            raise
+        for record in records:
+            if resumed:
+                record.notes = [*record.notes, "Interrupted, and gone on with later: the launches are not of one time."]
         work.journal.append(
+            *(events.BenchmarkRecorded(run=run, bench=record) for record in records),
             events.RunFinished(
                 run=run,
-                status="failed" if isinstance(error, Exception) else "stopped",
-                result={"error": str(error) or type(error).__name__},
+                status="done",
+                exit=0,
+                result={record.dataset.kind: record.verdict.text if record.verdict else "" for record in records},
                 seconds=time.monotonic() - began,
-            )
+            ),
         )
-        raise
-    work.journal.append(
-        *(events.BenchmarkRecorded(run=run, bench=record) for record in records),
-        events.RunFinished(
-            run=run,
-            status="done",
-            exit=0,
-            result={record.dataset.kind: record.verdict.text if record.verdict else "" for record in records},
-            seconds=time.monotonic() - began,
-        ),
-    )
-    return records
+        return records
+
+
+async def _settings(work: Work, names: tuple[str, str]) -> dict[str, Any]:
+    """All that the comparison depends on: equal settings, same benchmark."""
+    pipeline = pipeline_of(work.project)
+    link = await work.rig.link(pipeline.host)
+    made = {}
+    for stage in ("prompts", "export"):
+        manifest = await read_json(link, f"{folder(work.project, stage)}/manifest.json") or {}
+        made[stage] = {name: one["sha256"] for name, one in manifest.get("artifacts", {}).items()}
+    profiles = {name: server.plan(work.project, name).settings for name in names}
+    return {**pipeline.bench.model_dump(), "profiles": profiles, "made": made}
+
+
+def _interrupted(work: Work, settings: dict[str, Any]) -> str | None:
+    """The run to go on with. Others that never ended are recorded as lost: we hold the lock, nobody works on them."""
+    finished = finished_runs(work.journal)
+    found = None
+    for run, started in started_runs(work.journal).items():
+        if started.what != "bench" or run in finished:
+            continue
+        if started.settings == settings:
+            found = run
+        else:
+            lost = {"error": "interrupted, and what it compares has changed since"}
+            work.journal.append(events.RunFinished(run=run, status="lost", result=lost))
+    return found
 
 
 async def _measure(work: Work, run: str, names: tuple[str, str]) -> list[BenchRecord]:
     settings = pipeline_of(work.project).bench
     # Twelve launches would say what one launch says: only trouble and the rounds themselves are told.
     quiet = replace(work, report=lambda update: work.report(update) if update.kind in TROUBLE else None)
-    arms = {kind: {name: Arm(profile=name) for name in names} for kind in KINDS}
-    outputs: dict[str, dict[str, list[dict[str, Any]]]] = {kind: {name: [] for name in names} for kind in KINDS}
-    infos: dict[str, dict[str, Any]] = {}
-    order = 0
-    for number in range(settings.rounds):
-        for name in names if number % 2 == 0 else names[::-1]:
-            await server.stop(quiet, name)
-            await server.start(quiet, name)
-            infos[name] = (await server.status(work, name))["info"]
-            for kind in KINDS:
-                one, rows = await _round(quiet, run, name, kind, number, order)
-                arms[kind][name].rounds.append(one)
-                outputs[kind][name] += rows
-                work.report(Update(run, f"{kind} round {number + 1}", "round", {"arm": name, **asdict(one)}))
-            await server.stop(quiet, name)
-            order += 1
-    return [await _record(work, run, kind, arms[kind], outputs[kind], infos) for kind in KINDS]
+    kept = run_folder(work.project, run) / "launches.json"
+    launches: list[dict[str, Any]] = json.loads(kept.read_text()) if kept.exists() else []
+    order = [name for number in range(settings.rounds) for name in (names if number % 2 == 0 else names[::-1])]
+    for place, name in list(enumerate(order))[len(launches) :]:
+        launches.append(await _launch(work, quiet, run, name, place))
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_json(kept, launches)
+    return [await _record(work, run, kind, names, launches) for kind in KINDS]
 
 
-async def _round(
-    work: Work, run: str, name: str, kind: DatasetKind, number: int, order: int
-) -> tuple[Round, list[dict[str, Any]]]:
+async def _launch(work: Work, quiet: Work, run: str, name: str, order: int) -> dict[str, Any]:
+    """One launch of one arm, asked both kinds of prompts. Plain data, so that an interrupted benchmark keeps it."""
+    await server.stop(quiet, name)
+    launched = await server.start(quiet, name)
+    info = (await server.status(work, name))["info"]
+    rounds, folders = {}, {}
+    for kind in KINDS:
+        folders[kind] = f"{folder(work.project, 'bench')}/{run}/{order}-{launched}-{kind}"
+        one = await _round(quiet, folders[kind], name, kind, order)
+        rounds[kind] = asdict(one)
+        work.report(Update(run, f"{kind} round {order // 2 + 1}", "round", {"arm": name, **rounds[kind]}))
+    await server.stop(quiet, name)
+    return {"profile": name, "info": info, "rounds": rounds, "folders": folders}
+
+
+async def _round(work: Work, out: str, name: str, kind: DatasetKind, order: int) -> Round:
     """One kind of prompt, asked of one launch. A round that failed is excluded with its reason, not dropped."""
     settings = pipeline_of(work.project).bench
-    out = f"{folder(work.project, 'bench')}/{run}/{name}-{kind}-{number}"
     wanted = {
         "stage": "load",
         "out": out,
@@ -116,9 +156,9 @@ async def _round(
     }
     outcome = await run_module(work, f"load-{name}-{kind}", "load", wanted, what="bench")
     if outcome.status != "done":
-        return Round(order=order, run=outcome.run, excluded=outcome.error or outcome.status), []
+        return Round(order=order, run=outcome.run, excluded=outcome.error or outcome.status)
     result = outcome.result
-    one = Round(
+    return Round(
         order=order,
         run=outcome.run,
         requests=result["requests"],
@@ -133,21 +173,28 @@ async def _round(
         accept_histogram=result.get("accept_histogram") or [],
         per_position=result.get("per_position") or [],
     )
-    link = await work.rig.link(pipeline_of(work.project).host)
-    return one, await read_jsonl(link, f"{out}/rows.jsonl")
 
 
 async def _record(
     work: Work,
     run: str,
     kind: DatasetKind,
-    arms: dict[str, Arm],
-    outputs: dict[str, list[dict[str, Any]]],
-    infos: dict[str, dict[str, Any]],
+    names: tuple[str, str],
+    launches: list[dict[str, Any]],
 ) -> BenchRecord:
     pipeline = pipeline_of(work.project)
     assert work.project.target is not None
     link = await work.rig.link(pipeline.host)
+    arms = {name: Arm(profile=name) for name in names}
+    infos = {launch["profile"]: launch["info"] for launch in launches}
+    ids: list[list[int]] = []
+    for launch in launches:
+        one = Round(**launch["rounds"][kind])
+        arms[launch["profile"]].rounds.append(one)
+        if launch["profile"] == names[0] and not one.excluded:
+            # What n-gram lookup would reach on the same output: plain decoding's, which no drafter touched.
+            rows = await read_jsonl(link, f"{launch['folders'][kind]}/rows.jsonl")
+            ids += [row["output_ids"] for row in rows if row.get("output_ids")]
     prompts = await read_json(link, f"{folder(work.project, 'prompts')}/manifest.json") or {}
     target = await read_json(link, f"{work.project.target.path}/../manifest.json") or {}
     drafter = await read_json(link, f"{folder(work.project, 'export')}/manifest.json") or {}
@@ -160,7 +207,6 @@ async def _record(
         arm.draft = _digest(drafter, "drafter") if profile.draft else None
         arm.args = dict(profile.args)
     plain, speculative = list(arms.values())
-    ids = [row["output_ids"] for row in outputs[plain.profile] if row.get("output_ids")]
     record = BenchRecord(
         name=f"{plain.profile} against {speculative.profile}",
         arms=[plain, speculative],

@@ -16,15 +16,15 @@ from typing import Any
 
 from pipeline import bench, server
 from pipeline.demo_project import HOSTS, prepare, write
-from pipeline.recipe import BY_NAME, folder
-from pipeline.runs import Update, Work, open_work, settle_all
-from pipeline.stage_runner import read_json, run_module, run_stage
+from pipeline.recipe import BY_NAME, STAGES, StageDef, folder, spec
+from pipeline.runs import Update, Work, alone, open_work, settle_all
+from pipeline.stage_runner import done_manifest, read_json, run_module, run_stage
 from remote import cleanup, demo_rig, jobs
 from remote.inventory import probe_host
 from state import events
 from state.book import open_book
 from state.condense import append_observations
-from state.errors import USAGE, RigbookError
+from state.errors import REFUSED, USAGE, RigbookError
 from state.render import markdown
 
 PIPELINE_SECONDS = 12 * 60
@@ -90,12 +90,28 @@ async def make_target(demo: Demo) -> None:
 
 
 async def serve_baseline(demo: Demo) -> None:
+    if await _all_done(demo, [stage for stage in STAGES if stage.server is not None]):
+        demo.note("serve", "skipped")
+        return
     await server.start(demo.work, "baseline")
+
+
+async def release(demo: Demo) -> None:
+    """The stages from here to the benchmark want the cores. Where they are done, a server may be somebody's by now."""
+    if await _all_done(demo, list(STAGES)):
+        demo.note("release", "skipped")
+        return
+    await stop_servers(demo)
 
 
 async def stop_servers(demo: Demo) -> None:
     for name in demo.work.project.profiles:
         await server.stop(demo.work, name)
+
+
+async def _all_done(demo: Demo, stages: list[StageDef]) -> bool:
+    link = await demo.work.rig.link("llm")
+    return all([await done_manifest(link, spec(demo.work.project, stage)) is not None for stage in stages])
 
 
 async def lossless(demo: Demo) -> None:
@@ -159,10 +175,10 @@ async def crash_and_clean(demo: Demo) -> None:
     demo.note("clean", "bystander", profile="baseline", health=code)
     if not outcome.verified or code != 200:
         raise RigbookError("demo.clean", f"the clean-up is not proved: {outcome.describe()}; baseline: {code}")
+    await stop_servers(demo)
 
 
 async def export(demo: Demo) -> None:
-    await stop_servers(demo)
     book = open_book(demo.root)
     write(demo.root / "STATE.md", markdown.render(book))
 
@@ -171,7 +187,7 @@ STEPS: tuple[Step, ...] = (
     Step("target", "look at the hosts, unpack the model", probe_and_target),
     Step("serve", "serve the model with the reference engine", serve_baseline),
     *(stage_step(name) for name in ("prompts", "generate", "held_self", "held_people")),
-    Step("release", "stop the server: its cores are needed", stop_servers),
+    Step("release", "stop the server: its cores are needed", release),
     *(stage_step(name) for name in ("tokenize", "mix", "vocab", "hidden", "train", "export", "audit", "predict")),
     Step("lossless", "greedy output with and without speculation, in fp32", lossless),
     Step("bench", "plain against speculative, interleaved", benchmark),
@@ -187,6 +203,12 @@ async def run(directory: Path, report: Callable[[Update], None], *, keep_going: 
     """
     mark = prepare(directory)
     root = directory.resolve()
+    busy = RigbookError("demo.running", f"the demo in {directory} is at work already", exit_code=REFUSED)
+    with alone(root / ".rigbook" / "demo.lock", busy):
+        return await _run(root, mark, report, keep_going)
+
+
+async def _run(root: Path, mark: dict[str, Any], report: Callable[[Update], None], keep_going: bool) -> dict[str, Any]:
     report(Update("", "rig", "step", {"number": 0, "of": len(STEPS), "title": "three SSH servers on loopback"}))
     hosts = await asyncio.to_thread(demo_rig.start, root / "hosts", HOSTS)
     for name, host in hosts.items():

@@ -73,6 +73,10 @@ EXPLAIN: dict[str, str] = {
     "train.resumed": "Training went on from its last checkpoint; the steps after it were done again.",
     "audit.failed": "The exported drafter is not what a server expects. Servers load such files without a word and "
     "accept nothing; each failed check says what is wrong.",
+    "bench.running": "A benchmark of this project runs in another terminal. Two at once would stop each other's "
+    "servers and measure each other's load.",
+    "demo.running": "The demo in this folder is at work in another terminal, or in the background after `--tui`. "
+    "`rigbook -C DIR` shows it.",
     "load.no-prompts": "The prompts file is empty.",
     "lossless.differs": "Greedy output with speculation differs from plain output in fp32, where rounding does not "
     "explain it: the verify step is wrong, or two tokens are exactly as likely. lossless.json has the places.",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import hashlib
 import json
 import time
@@ -299,6 +300,18 @@ async def settle_all(work: Work) -> list[Outcome]:
             if status.state not in {"running", "unknown"}:
                 outcomes.append(await settle(work, link, run, started.name))
     return outcomes
+
+
+@contextlib.contextmanager
+def alone(lock: Path, busy: RigbookError) -> Iterator[None]:
+    """Hold a lock file while working; raise `busy` where another process holds it. A killed holder lets go."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise busy from None
+        yield
 
 
 @contextlib.asynccontextmanager

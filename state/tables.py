@@ -93,7 +93,7 @@ class Profile(Table):
 
 class PromptsTable(Table):
     seeds: bool = Field(default=True, description="use the prompts that ship with rigbook")
-    self_written: int = Field(default=480, ge=0, description="prompts that the target writes itself")
+    self_written: int = Field(default=400, ge=0, description="prompts that the target writes itself")
     held_self: int = Field(default=24, ge=1, description="of those, held out for measuring")
     held_people: int = Field(default=24, ge=1, description="prompts written by people, held out for measuring")
     temperature: float = Field(default=1.0, ge=0, description="sampling temperature while it writes prompts")
@@ -129,7 +129,7 @@ class HiddenTable(Table):
 
 class TrainTable(Table):
     ttt_steps: int = Field(default=3, ge=1, description="training-time-test steps")
-    minutes: float = Field(default=4.0, gt=0, description="time budget, minutes")
+    minutes: float = Field(default=2.75, gt=0, description="time budget, minutes")
     batch_tokens: int = Field(default=512, ge=1, description="tokens a step, prompts included")
     lr: float = Field(default=1e-3, gt=0, description="peak learning rate")
     dtype: str = Field(default="bfloat16", description="number format of the matrix products")

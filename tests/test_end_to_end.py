@@ -10,8 +10,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,21 +69,32 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("home")
 
 
+def kill_when(command: list[str], home: Path, reached: Callable[[], bool]) -> None:
+    """Start the demo, and kill it with SIGKILL when it has come this far."""
+    process = subprocess.Popen(command, env=environment(home), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    told: list[bytes] = []
+    reader = threading.Thread(target=lambda: told.extend(process.stderr or []))
+    reader.start()
+    deadline = time.monotonic() + 400
+    while not reached():
+        assert process.poll() is None, b"".join(told).decode()[-2000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    reader.join()
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, home: Path) -> Iterator[tuple[Path, str]]:
-    """A demo that was killed with SIGKILL while it worked, and then finished by the same command."""
+    """A demo that was killed with SIGKILL twice while it worked, and then finished by the same command."""
     directory = small_demo(tmp_path_factory.mktemp("demo") / "rig")
     command = rigbook("demo", "--dir", str(directory))
     rows = Path(load(directory).target.path).parents[1] / "generate" / "rows.jsonl"  # type: ignore[union-attr]
-    first = subprocess.Popen(command, env=environment(home), stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 120
-    while not (rows.exists() and rows.stat().st_size):
-        assert first.poll() is None, first.stderr.read().decode()[-2000:]  # type: ignore[union-attr]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    first.send_signal(signal.SIGKILL)
-    first.communicate()
     try:
+        # In the middle of the answers, and between two launches of the benchmark.
+        kill_when(command, home, lambda: rows.exists() and rows.stat().st_size > 0)
+        kill_when(command, home, lambda: any((directory / ".rigbook" / "runs").glob("bench-*/launches.json")))
         done = subprocess.run(command, env=environment(home), capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr[-3000:]
         yield directory, done.stdout
@@ -129,6 +141,7 @@ def test_both_kinds_of_prompts_were_measured_apart_with_every_round(finished: tu
         assert [len(arm.rounds) for arm in record.arms] == [2, 2]
         orders = [one.order for arm in record.arms for one in arm.rounds]
         assert sorted(orders) == [0, 1, 2, 3] and orders == [0, 3, 1, 2]  # A B, B A
+        assert any("Interrupted" in note for note in record.notes)
         assert record.verdict is not None and record.verdict.kind != "INVALID", record.verdict
         assert record.break_even is not None and record.break_even > 0
 
