@@ -77,7 +77,24 @@ EXPLAIN: dict[str, str] = {
     "servers and measure each other's load.",
     "demo.running": "The demo in this folder is at work in another terminal, or in the background after `--tui`. "
     "`rigbook -C DIR` shows it.",
-    "load.no-prompts": "The prompts file is empty.",
+    "prompts.few": "The model wrote fewer usable prompts than were asked for: most were cut off, too short or repeated. "
+    "raw.jsonl beside the prompts has each text with its reason; raise pipeline.prompts.max_tokens.",
+    "prompts.held": "More prompts are to be held out than the model is to write.",
+    "prompts.refused": "Self-written prompts need a server that completes raw text (/generate); this one does not.",
+    "prompts.server-gone": "The server stopped answering. What it wrote is kept; start the stage again when it is back.",
+    "generate.ids": "Two prompts have the same id, so a resumed run could not tell them apart.",
+    "generate.nothing": "The server refused every prompt; the message has its first answer.",
+    "generate.errors": "Some prompts got no response; errors.jsonl beside the rows has each with its reason.",
+    "generate.server-gone": "The server stopped answering. Responses so far are kept; start the stage again.",
+    "load.empty": "The prompts file is empty.",
+    "load.nothing": "No request of the measurement was answered.",
+    "load.errors": "Some requests of the measurement failed; a round with failures is not compared.",
+    "load.refused": "The server does not answer the first request; the message has its answer.",
+    "load.shared": "The server worked for somebody else during the measurement: its own counters say more than the "
+    "answers that were read. The figures are too low.",
+    "lossless.empty": "The prompts file is empty.",
+    "lossless.context": "A prompt and its answer do not fit into the target's context.",
+    "lossless.model": "The target or the drafter cannot be loaded; the message says why.",
     "lossless.differs": "Greedy output with speculation differs from plain output in fp32, where rounding does not "
     "explain it: the verify step is wrong, or two tokens are exactly as likely. lossless.json has the places.",
     "predict.row": "A held-out row could not be used for the prediction; it is counted.",

@@ -97,5 +97,5 @@ def test_every_error_id_in_the_sources_can_be_explained() -> None:
     for room in ("tui", "remote", "pipeline", "state"):
         for file in (REPOSITORY / room).rglob("*.py"):
             used |= set(re.findall(r'RigbookError\(\s*"([a-z][a-z0-9.-]+)"', file.read_text()))
-            used |= set(re.findall(r'\.refuse\(\s*"([a-z][a-z0-9.-]+)"', file.read_text()))
+            used |= set(re.findall(r'\.(?:refuse|warn)\(\s*"([a-z][a-z0-9.-]+)"', file.read_text()))
     assert used - set(known) == set()

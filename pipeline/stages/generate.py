@@ -40,8 +40,6 @@ def run(stage: Stage) -> dict[str, Any]:
     if errors:
         stage.warn("generate.errors", f"{len(errors)} of {len(rows)} prompts got no response: {errors[0]['error']}")
     finished = Counter(str(row["finish_reason"]) for row in out.rows)
-    if finished["length"] > len(out.rows) * 0.9:
-        stage.warn("generate.length", "nearly every response was cut at max_tokens: endings will not be learnt")
     stage.artifact("rows", stage.out / "rows.jsonl")
     stage.artifact("errors", stage.out / "errors.jsonl")
     return {
