@@ -77,11 +77,11 @@ EXPLAIN: dict[str, str] = {
     "servers and measure each other's load.",
     "demo.running": "The demo in this folder is at work in another terminal, or in the background after `--tui`. "
     "`rigbook -C DIR` shows it.",
-    "prompts.few": "The model wrote fewer usable prompts than were asked for: most were cut off, too short or repeated. "
+    "prompts.few": "The model wrote fewer usable prompts than were asked for: cut off, too short or repeated. "
     "raw.jsonl beside the prompts has each text with its reason; raise pipeline.prompts.max_tokens.",
     "prompts.held": "More prompts are to be held out than the model is to write.",
     "prompts.refused": "Self-written prompts need a server that completes raw text (/generate); this one does not.",
-    "prompts.server-gone": "The server stopped answering. What it wrote is kept; start the stage again when it is back.",
+    "prompts.server-gone": "The server stopped answering. What it wrote is kept; start the stage again.",
     "generate.ids": "Two prompts have the same id, so a resumed run could not tell them apart.",
     "generate.nothing": "The server refused every prompt; the message has its first answer.",
     "generate.errors": "Some prompts got no response; errors.jsonl beside the rows has each with its reason.",
