@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,24 @@ def test_help_shows_an_example_or_the_table(tmp_path: Path, words: tuple[str, ..
     done = rigbook(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Usage: rigbook" in done.stdout
+    if "\nCommands:\n" not in done.stdout:
+        assert "Example:  rigbook " in done.stdout
+
+
+def test_every_sub_command_shows_an_example_and_every_name_in_a_summary_is_one() -> None:
+    import typer
+
+    for name, command in COMMANDS.items():
+        loaded = getattr(import_module(command.module), command.attr)
+        if not isinstance(loaded, typer.Typer):
+            continue
+        group = typer.main.get_command(loaded)
+        assert isinstance(group, typer.core.TyperGroup)
+        for each, known in group.commands.items():
+            assert "Example:  rigbook " in (known.help or ""), f"{name} {each}"
+        if ": " in command.help:
+            told = command.help.partition(": ")[2].rstrip(".…").split(", ")
+            assert set(told) <= set(group.commands), f"{name}: {told}"
 
 
 @pytest.mark.parametrize(
@@ -35,6 +54,9 @@ def test_help_shows_an_example_or_the_table(tmp_path: Path, words: tuple[str, ..
         (("-C",), "-C needs a directory"),
         (("note", "--dry-run", "x"), "no --dry-run"),
         (("-C", "nowhere", "book", "show"), "nowhere is not a directory"),
+        (("-Cnowhere", "book", "show"), "nowhere is not a directory"),
+        (("-C=nowhere", "book", "show"), "nowhere is not a directory"),
+        (("--write",), "the app needs a terminal"),
         (("book", "show"), "rigbook.toml"),
         (("explain", "stage.chnged"), "stage.changed"),
         (("run", "--from", "nosuch"), "no stage named"),

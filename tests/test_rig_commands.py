@@ -115,6 +115,7 @@ def test_jobs_from_start_to_stop(root: Path) -> None:
     (job,) = json.loads(rigbook(root, "--json", "jobs", "list", "--running").stdout)
     assert (job["id"], job["host"], job["state"]) == ("j1", "vm", "running")
     rigs.until(lambda: rigbook(root, "jobs", "logs", "j1").stdout == b"one\n", every=0.2)
+    assert rigbook(root, "--json", "jobs", "logs", "j1").stdout == b'{"line": "one"}\n'
     assert rigbook(root, "jobs", "stop", "j1").returncode == 3, "unattended it is not assumed"
     stopped = json.loads(rigbook(root, "--json", "--yes", "jobs", "stop", "j1", "--grace", "2").stdout)
     assert (stopped["state"], stopped["signal"], stopped["stopped"]) == ("finished", "TERM", True)

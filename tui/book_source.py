@@ -197,10 +197,13 @@ def version_view(record: Record) -> VersionView:
 
 def in_words(kind: str, body: Mapping[str, Any]) -> str:
     """An event in a few words, for the list of versions."""
+    from state.render.text import quantity  # here: the app opens before it needs any of this
+
     body = body or NOTHING
     if kind == "fact.observed":
-        unit = f" {body['unit']}" if body.get("unit") else ""
-        return f"{body.get('key')} = {shown(body.get('value'))}{unit}"
+        return f"{body.get('key')} = {quantity(body.get('value'), body.get('unit'))}"
+    if kind == "facts.confirmed":
+        return f"{len(body.get('facts') or ())} facts of {body.get('host') or 'unknown host'} seen again, unchanged"
     if kind == "run.started":
         return f"{body.get('what')} {body.get('name')} began on {body.get('host') or 'this machine'}"
     if kind == "run.finished":

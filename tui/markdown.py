@@ -5,7 +5,6 @@ Only the terminal's own styles are used, nothing is cut off, and each heading kn
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -180,7 +179,9 @@ def inline(token: Token) -> list[Part]:
     style: list[str] = []
     for child in token.children or []:
         kind = child.type
-        if kind in {"text", "html_inline"}:
+        if kind == "html_inline" and child.content == "<br>":
+            out.append(("\n", ""))  # how a table cell holds several lines
+        elif kind in {"text", "html_inline"}:
             out.append((clean(child.content), style[-1] if style else ""))
         elif kind == "code_inline":
             out.append((clean(child.content), "run"))
@@ -212,14 +213,13 @@ def wrap_parts(parts: Sequence[Part], width: int) -> list[list[Part]]:
                 if used + length > width and used and word.strip():
                     lines.append([])
                     used = 0
-                if not word.strip() and not used:
-                    continue  # no space at the start of a line
+                if not word.strip() and (not used or used + length > width):
+                    if used:
+                        lines.append([])
+                        used = 0
+                    continue  # no space at either end of a line, however long it is
                 while cell_len(word) > width:
-                    head = (
-                        textwrap.wrap(word, width, break_on_hyphens=False)[0]
-                        if word.isascii()
-                        else fit_head(word, width)
-                    )
+                    head = word[:width] if word.isascii() else fit_head(word, width)
                     lines[-1].append((head, style))
                     lines.append([])
                     word = word[len(head) :]

@@ -70,7 +70,7 @@ class Stage:
         eta = (total - done) / rate if rate else None
         self._emit("progress", done=done, total=total, unit=unit, rate=rate, eta=eta, **extra)
         percent = 100.0 * done / total if total else 100.0
-        words = [f"{percent:5.1f} %", f"{done:g}/{total:g} {unit}"]
+        words = [f"{percent:5.1f} %", f"{done:,.0f}/{total:,.0f} {unit}"]
         if rate:
             words.append(f"{rate:,.1f} {unit}/s")
         if eta is not None and done < total:

@@ -30,7 +30,7 @@ def clean(
     changed: exit code 6 when there is something to give back. With --apply: 5 when it could not be proved.
     --yes plans and applies at once.
 
-    Example:  rigbook clean && echo nothing to do || rigbook clean --apply clean-0123456789
+    Example:  rigbook clean llm, then rigbook clean --apply clean-0123456789
     """
     loaded = project()
     if apply:

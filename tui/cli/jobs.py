@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from state.errors import UNREACHABLE, USAGE, RigbookError
-from tui.cli.common import confirm, emit, project, say, table, wait_for
+from tui.cli.common import confirm, ctx, emit, project, say, table, wait_for
 from tui.cli.rig import chosen, rig_of
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def list_(
         for host, job in found
         if not running or job.state == "running"
     ]
-    emit(rows, table(cells, ["job", "host", "name", "state", "time", "pid"]))
+    emit(rows, table(cells, ["job", "host", "name", "state", "time", "pid"]) if cells else "no jobs")
     for host, why in failures.items():
         say(f"{host}: not asked: {why}")
     if failures:
@@ -176,7 +176,7 @@ def logs(
     file: str = typer.Option("out.log", "--file", help="Another file of its directory, e.g. events.jsonl."),
     host: str = HOST,
 ) -> None:
-    """A job's log, byte for byte; with -f as it grows, through lost connections.
+    """A job's log, byte for byte; with -f as it grows, through lost connections; with --json one line each.
 
     Example:  rigbook jobs logs -f train-1a2b3c4d
     """
@@ -184,9 +184,17 @@ def logs(
     async def work(link: Link, job: JobStatus) -> None:
         from remote.jobs import follow
 
+        rest = b""
         async for _, data in follow(link, id, file, until_end=follow_):
-            sys.stdout.buffer.write(data)
-            sys.stdout.buffer.flush()
+            if ctx.json:
+                *whole, rest = (rest + data).split(b"\n")
+                for each in whole:
+                    emit({"line": each.decode("utf-8", "replace")})
+            else:
+                sys.stdout.buffer.write(data)
+                sys.stdout.buffer.flush()
+        if rest:
+            emit({"line": rest.decode("utf-8", "replace")})
 
     _on(id, host, work)
 

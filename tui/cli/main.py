@@ -41,8 +41,8 @@ COMMANDS: dict[str, Command] = {
     "run": Command("tui.cli.work", "run", "Run pipeline stages: rigbook run all.", "json yes dry-run"),
     "runs": Command("tui.cli.work", "runs", "Runs of anything: list, show."),
     "serve": Command("tui.cli.work", "serve", "Servers: plan, start, status, wait, logs, stop.", "json yes dry-run"),
-    "bench": Command("tui.cli.work", "bench", "Benchmarks: run, list, compare.", "json yes dry-run"),
-    "book": Command("tui.cli.book", "app", "The project-state document: show, export, log, diff, verify.", "json yes"),
+    "bench": Command("tui.cli.work", "bench", "Benchmarks: run, list.", "json yes dry-run"),
+    "book": Command("tui.cli.book", "app", "The project-state document: show, log, diff, blame, search…", "json yes"),
     "note": Command("tui.cli.people", "note", "Write a note into the book."),
     "decide": Command("tui.cli.people", "decide", "Record a decision, its alternatives and reasons."),
     "discover": Command("tui.cli.people", "discover", "Record a discovery, including what did not work."),
@@ -106,6 +106,8 @@ def take_global_flags(argv: list[str]) -> tuple[list[str], set[str]]:
             ctx.directory = Path(value)
         elif word.startswith("--project="):
             ctx.directory = Path(word.partition("=")[2])
+        elif word.startswith("-C"):  # -CDIR: never left to be ignored, or the command acts on another project
+            ctx.directory = Path(word[2:].removeprefix("="))
         elif word == "--json":
             ctx.json = True
             given.add("json")
@@ -126,6 +128,13 @@ def dispatch(words: list[str], flags: set[str]) -> int:
         from tui.app import open_app
 
         return open_app(write="--write" in words, mouse="--no-mouse" not in words, ascii_only="--ascii" in words)
+    if name is None and APP_FLAGS & set(words) and not sys.stdout.isatty():
+        raise RigbookError(
+            "usage",
+            "the app needs a terminal",
+            hint="Without one: `rigbook status`, `rigbook --help`.",
+            exit_code=USAGE,
+        )
     if name is not None and name not in COMMANDS:
         from difflib import get_close_matches
 

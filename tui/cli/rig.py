@@ -78,8 +78,10 @@ def probe(names: list[str] = typer.Argument(None, metavar="[HOST]…", help="Whi
     """
     loaded = project()
     rows = wait_for(_probe(loaded, chosen(loaded, names)))
-    cells = [[r["host"], r["key"], str(r["value"]), r["unit"] or ""] for r in rows if r["kind"] == "fact.observed"]
-    emit(rows, table(cells, ["host", "fact", "value", "unit"]))
+    from state.render.text import quantity
+
+    cells = [[r["host"], r["key"], quantity(r["value"], r["unit"])] for r in rows if r["kind"] == "fact.observed"]
+    emit(rows, table(cells, ["host", "fact", "value"]) if cells else "")
     failures = [r for r in rows if r["kind"] == "probe.failed"]
     for failure in failures:
         say(f"{failure['host']}: {failure['what']}: {failure['reason']}")
@@ -263,7 +265,10 @@ def put(
         return 1
 
     count = _with_link(host, work)
-    emit({"host": host, "local": str(local), "remote": remote, "files": count}, f"{count} file(s) to {host}:{remote}")
+    emit(
+        {"host": host, "local": str(local), "remote": remote, "files": count},
+        f"{count} {'file' if count == 1 else 'files'} to {host}:{remote}",
+    )
 
 
 def get(

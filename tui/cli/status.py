@@ -55,19 +55,34 @@ async def _look() -> dict[str, str]:
 
 
 def _summary(book: Any, unreachable: dict[str, str]) -> str:
+    from state.render import people, work
     from tui.cli.demo import headline
 
     lines = [f"{book.project.name}: version {book.seq}"]
     lines += [f"unreachable: {name}: {why}" for name, why in unreachable.items()]
     working = [run for run in book.runs.values() if run.status == "running"]
     lines.append("in progress: " + (", ".join(run.run for run in working) or "nothing"))
+    # What the document says at a glance: servers, how far the pipeline is, what failed, what is next.
+    glance = [_plain(line) for line in (*work.glance(book), *people.glance(book))]
+    lines += [line for line in glance if not line.startswith("Running: ") and " did not answer: " not in line]
     if book.benchmarks:
         lines += ["", headline(book)]
     return "\n".join(lines)
 
 
+def _plain(markdown: str) -> str:
+    """A line of the document without its marks."""
+    import html
+    import re
+
+    return html.unescape(re.sub(r"\\(.)|[*`]", lambda mark: mark.group(1) or "", markdown))
+
+
 def doctor() -> None:
-    """Check what rigbook needs here and on the rig, and say what is wrong and what to do."""
+    """Check what rigbook needs here and on the rig, and say what is wrong and what to do.
+
+    Example:  rigbook doctor
+    """
     findings = wait_for(_checks())
     rows = [[f["check"], f["state"], f["text"]] for f in findings]
     emit(findings, table(rows, ["check", "state", ""]))

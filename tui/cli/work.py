@@ -6,12 +6,13 @@ from typing import Any
 
 import typer
 
-from state.errors import UNREACHABLE
+from state.errors import UNREACHABLE, USAGE, RigbookError
 from tui.cli.common import confirm, ctx, emit, project, root, table, wait_for
 
 serve = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 runs = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+PROFILE = typer.Argument(..., help="A profile of rigbook.toml.")
 
 
 def run(
@@ -72,41 +73,55 @@ async def _states(chosen: list[Any]) -> list[dict[str, str]]:
 
 @runs.command("list")
 def runs_list() -> None:
-    """Every run that the book knows, newest last."""
+    """Every run that the book knows, newest last.
+
+    Example:  rigbook runs list --json
+    """
     from state.book import open_book
 
     found = list(open_book(root()).runs.values())
-    names = ("run", "what", "name", "host", "status", "seconds")
+    names = ("run", "what", "name", "host", "started", "ended", "status", "exit", "seconds")
     text = table(
-        [[r.run, r.what, r.host or "", r.status, _seconds(r.seconds)] for r in found],
-        ["run", "what", "host", "status", "time"],
+        [[r.run, r.what, r.host or "", _clock(r.started), r.status, _seconds(r.seconds)] for r in found],
+        ["run", "what", "host", "started (UTC)", "status", "time"],
     )
-    emit([{name: getattr(r, name) for name in names} for r in found], text)
+    emit([{name: getattr(r, name) for name in names} for r in found], text if found else "no runs")
 
 
 @runs.command("show")
 def runs_show(run: str = typer.Argument(..., help="The run's id; a unique beginning is enough.")) -> None:
-    """One run: settings, result, artifacts."""
+    """One run: settings, result, artifacts.
+
+    Example:  rigbook runs show train
+    """
     from dataclasses import asdict
 
     from state.book import open_book
-    from state.errors import USAGE, RigbookError
 
-    known = open_book(root()).runs
+    book = open_book(root())
+    known = book.runs
     found = [known[run]] if run in known else [r for name, r in known.items() if name.startswith(run)]
     if len(found) != 1:
-        what = "no run" if not found else f"{len(found)} runs"
-        raise RigbookError("run.unknown", f"{what} begin with {run!r}", hint="rigbook runs list", exit_code=USAGE)
-    emit(asdict(found[0]))
+        what = "no run begins" if not found else f"{len(found)} runs begin"
+        raise RigbookError("run.unknown", f"{what} with {run!r}", hint="rigbook runs list", exit_code=USAGE)
+    made = [asdict(a) for a in book.artifacts if a.run == found[0].run]
+    emit({**asdict(found[0]), "artifacts": made})
 
 
 def _seconds(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.0f} s"
+    return "" if value is None else f"{value:.0f} s"
+
+
+def _clock(ts: str) -> str:
+    return ts[:19].replace("T", " ")
 
 
 @serve.command("plan")
-def serve_plan(profile: str) -> None:
-    """The command and environment that `start` would run."""
+def serve_plan(profile: str = PROFILE) -> None:
+    """The command and environment that `start` would run.
+
+    Example:  rigbook serve plan eagle3
+    """
     from pipeline import server
 
     plan = server.plan(project(), profile)
@@ -117,7 +132,7 @@ def serve_plan(profile: str) -> None:
 
 @serve.command("start")
 def serve_start(
-    profile: str,
+    profile: str = PROFILE,
     no_wait: bool = typer.Option(False, "--no-wait", help="Return when it is started; do not wait until it is ready."),
 ) -> None:
     """Start the server of a profile and wait until it answers.
@@ -139,8 +154,11 @@ def serve_start(
 
 
 @serve.command("stop")
-def serve_stop(profile: str) -> None:
-    """Stop the server of a profile, down to the last worker, and see that its port is free."""
+def serve_stop(profile: str = PROFILE) -> None:
+    """Stop the server of a profile, down to the last worker, and see that its port is free.
+
+    Example:  rigbook serve stop eagle3
+    """
     if ctx.dry_run:
         serve_status(profile)
         return
@@ -156,7 +174,10 @@ def serve_stop(profile: str) -> None:
 
 @serve.command("status")
 def serve_status(profile: str = typer.Argument("", help="Without it: every profile.")) -> None:
-    """Whether servers run, and what they say about themselves."""
+    """Whether servers run, and what they say about themselves.
+
+    Example:  rigbook serve status --json
+    """
 
     async def act(work: Any) -> list[dict[str, Any]]:
         from pipeline import server
@@ -170,13 +191,42 @@ def serve_status(profile: str = typer.Argument("", help="Without it: every profi
         raise typer.Exit(UNREACHABLE)
 
 
+@serve.command("logs")
+def serve_logs(
+    profile: str = PROFILE,
+    follow: bool = typer.Option(False, "-f", "--follow", help="Go on until the server is over."),
+) -> None:
+    """The log of a profile's newest server, also of one that has ended.
+
+    Example:  rigbook serve logs -f eagle3
+    """
+    from tui.cli import jobs
+
+    async def newest(work: Any) -> tuple[str, str]:
+        from pipeline import server
+        from remote.jobs import list_jobs
+
+        link = await work.rig.link(server.plan(work.project, profile).host)
+        found = [job for job in await list_jobs(link) if job.name == f"server-{profile}"]
+        if not found:
+            raise RigbookError(
+                "serve.not-running", f"{profile} was never started", hint=f"rigbook serve start {profile}"
+            )
+        return max(found, key=lambda job: job.started or 0.0).id, link.name
+
+    job, host = wait_for(_with_work(newest))
+    jobs.logs(job, follow_=follow, file="out.log", host=host)
+
+
 @serve.command("wait")
-def serve_wait(profile: str) -> None:
-    """Wait until the server of a profile that was started answers."""
+def serve_wait(profile: str = PROFILE) -> None:
+    """Wait until the server of a profile that was started answers.
+
+    Example:  rigbook serve wait eagle3 && rigbook serve status eagle3
+    """
 
     async def act(work: Any) -> float:
         from pipeline import server
-        from state.errors import RigbookError
 
         job = await server.find_job(work, profile)
         if job is None:
@@ -206,8 +256,12 @@ def bench_run(
 
     Example:  rigbook bench run baseline eagle3
     """
-    settings = project().pipeline
-    rounds = settings.bench.rounds if settings else 0
+    from pipeline import recipe, server
+
+    loaded = project()
+    rounds = recipe.pipeline_of(loaded).bench.rounds
+    for name in (baseline, candidate):
+        server.plan(loaded, name)  # what cannot be started is told before anybody is asked
     if ctx.dry_run:
         emit({"baseline": baseline, "candidate": candidate, "rounds": rounds}, f"{rounds} launches of each, in turn")
         return
@@ -231,11 +285,14 @@ def bench_run(
 
 @bench.command("list")
 def bench_list() -> None:
-    """Every benchmark in the book, with its verdict."""
+    """Every benchmark in the book, with its verdict.
+
+    Example:  rigbook bench list --json
+    """
     from dataclasses import asdict
 
     from state.book import open_book
     from tui.cli.demo import headline
 
     book = open_book(root())
-    emit([asdict(entry) for entry in book.benchmarks], headline(book))
+    emit([asdict(entry) for entry in book.benchmarks], headline(book) if book.benchmarks else "no benchmarks")

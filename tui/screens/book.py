@@ -88,10 +88,11 @@ The same text on the command line: `rigbook book show`, `rigbook book diff A B`.
     async def _load(self) -> None:
         try:
             self._markdown = await self._text(self.version, self.base)
+            self.redraw()
         except Exception as error:
             self._shown = None
-            self._markdown = f"The book could not be read: {clean(str(error))}"
-        self.redraw()
+            self._markdown = f"The book could not be shown: {clean(str(error) or type(error).__name__)}"
+            self.redraw()
 
     def redraw(self) -> None:
         width = self.board.room - MARGIN

@@ -52,8 +52,10 @@ def pipeline_lines(snapshot: Snapshot, width: int, look: Look, target: str | Non
 
 
 def summary(snapshot: Snapshot, look: Look) -> Line:
-    done = sum(1 for stage in snapshot.stages if stage.state == "done")
-    note = f"{done} of {len(snapshot.stages)} stages done"
+    # Counted as the document counts: the recipe, and the target where rigbook made it; not the checks beside it.
+    counted = [stage for stage in snapshot.stages if stage.in_recipe or stage.name == "target"]
+    done = sum(1 for stage in counted if stage.state == "done")
+    note = f"{done} of {len(counted)} stages done"
     running = [stage for stage in snapshot.stages if stage.state == "running"]
     if running:
         note += f" {look.sep} {running[0].name} is running"
