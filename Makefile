@@ -21,7 +21,7 @@ lint: $(VENV)/test.stamp
 
 # Minutes to hours: hundreds of kills, long runs. By hand; the output goes to benchmarks/results/.
 soak: $(VENV)/test.stamp
-	$(BIN)/python -m pytest -m slow --timeout 3600 tests
+	$(BIN)/python -m pytest -m slow --timeout 3600 -s tests
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rigbook needs Python 3.11 or newer: make PYTHON=python3.12 …")'
