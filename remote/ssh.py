@@ -331,7 +331,9 @@ class SSHLink(Link):
             "host.unreachable",
             f"no connection to {self.host.ssh}: {said}",
             host=self.name,
-            hint=f"Is it up? Try `{self._by_hand()}`.",
+            hint="The demo plays this host: `rigbook demo --dir DIR` starts it again."
+            if self.host.played
+            else f"Is it up? Try `{self._by_hand()}`.",
             exit_code=UNREACHABLE,
         )
 

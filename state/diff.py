@@ -66,7 +66,8 @@ def as_text(changes: list[Change]) -> str:
 def as_markdown(changes: list[Change], a: Book, b: Book) -> str:
     """The same as a Markdown document."""
     lines = [f"# {escape(b.project.name)}: version {a.seq} → {b.seq}", ""]
-    lines += [f"From {when(a.generated_at)} to {when(b.generated_at)}: {len(changes)} changes.", ""]
+    count = "1 change" if len(changes) == 1 else f"{len(changes)} changes"
+    lines += [f"From {when(a.generated_at)} to {when(b.generated_at)}: {count}.", ""]
     for section in dict.fromkeys(change.section for change in changes):
         rows = [
             [code(c.key), c.what, escape(c.before), escape(c.after), c.source] for c in changes if c.section == section

@@ -50,7 +50,7 @@ _TOLD: dict[str, Any] = {
     "artifact.made": _artifact,
     "benchmark.recorded": _benchmark,
     "server.state": lambda b: f"{b['profile']} is {b['state']} ({b['run']})",
-    "plan.made": lambda b: f"{b['plan']}: {b['action']}, {len(b['items'])} items",
+    "plan.made": lambda b: f"{b['plan']}: {b['action']}, {len(b['items'])} item{'' if len(b['items']) == 1 else 's'}",
     "plan.applied": lambda b: f"{b['plan']}: {'verified' if b['verified'] else 'NOT verified'}",
     "warned": lambda b: f"{b['where']}: {b['message']} [{b['check']}]",
     "note.added": lambda b: b["text"],

@@ -1,5 +1,7 @@
 """The stage graph: specs from a project, selection, and what is refused."""
 
+import asyncio
+import json
 import re
 from pathlib import Path
 
@@ -59,3 +61,28 @@ def test_a_project_without_a_pipeline_is_told_so(tmp_path: Path) -> None:
     with pytest.raises(RigbookError) as caught:
         spec(bare, BY_NAME["train"])
     assert caught.value.id == "pipeline.none"
+
+
+@pytest.mark.parametrize(
+    ("files", "changed"),
+    [
+        ({}, False),  # never begun
+        ({"begun.json": {"identity": {"settings": {"n": 1}}}}, False),  # half done: it continues
+        ({"begun.json": {"identity": {"settings": {"n": 2}}}}, True),
+        (
+            {"begun.json": {"identity": {"settings": {"n": 1}}}, "manifest.json": {"complete": True}},
+            True,
+        ),  # other inputs
+    ],
+)
+def test_a_folder_that_run_would_refuse_is_listed_as_changed(files: dict[str, object], changed: bool) -> None:
+    from tui.cli.work import _changed
+
+    class Folder:
+        async def read(self, path: str) -> bytes:
+            name = path.rpartition("/")[2]
+            if name not in files:
+                raise RigbookError("file.not-found", path)
+            return json.dumps(files[name]).encode()
+
+    assert asyncio.run(_changed(Folder(), {"out": "/data/mix", "settings": {"n": 1}})) is changed

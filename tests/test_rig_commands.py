@@ -75,7 +75,10 @@ def test_exec_imports_neither_toolkit_nor_torch(root: Path) -> None:
 
 def test_hosts_and_probe(root: Path) -> None:
     rows = json.loads(rigbook(root, "--json", "hosts").stdout)
-    assert [(row["host"], row["state"]) for row in rows] == [("llm", "answers"), ("vm", "answers")]
+    assert [(row["host"], row["state"], row["route"]) for row in rows] == [
+        ("llm", "answers", "ssh"),
+        ("vm", "answers", "ssh"),
+    ]
     assert rigbook(root, "probe").returncode == 0
     facts = {row["key"] for row in json.loads(rigbook(root, "probe", "llm", "--json").stdout)}
     assert "hosts.llm.hw.cores" in facts and not any(key.startswith("hosts.vm") for key in facts)
@@ -175,6 +178,8 @@ def test_a_host_that_does_not_answer(tmp_path: Path) -> None:
         rigbook(tmp_path, "jobs", "start", "llm", "--id", "far", "--", "true")
         demo_rig.stop(tmp_path)
         assert rigbook(tmp_path, "exec", "llm", "--", "true").returncode == 255
+        (row,) = json.loads(rigbook(tmp_path, "--json", "hosts").stdout)
+        assert (row["state"], row["route"], row["target"]) == ("unreachable", "ssh", "llm")
         for words in (["hosts"], ["probe"], ["jobs", "list"], ["jobs", "wait", "far"], ["clean"]):
             done = rigbook(tmp_path, *words)
             assert done.returncode == 4, (words, done)

@@ -58,7 +58,9 @@ async def _hosts(loaded: Project) -> list[dict[str, Any]]:
     async def look(rig: Rig, name: str) -> dict[str, Any]:
         host = loaded.hosts[name]
         kind = host.kind + (", played" if host.played else "")
-        row = {"host": name, "kind": kind, "on": host.on, "route": host.ssh or host.kind, "played": host.played}
+        # The same words whether it answers or not: how it is reached is what the project file says.
+        how = "local" if host.kind == "local" else "ssh" if host.ssh else "none"
+        row = {"host": name, "kind": kind, "on": host.on, "route": how, "target": host.ssh, "played": host.played}
         try:
             link = await rig.link(name)
             answer = await (await link.probe()).call("system")

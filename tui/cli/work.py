@@ -59,16 +59,34 @@ async def _states(chosen: list[Any]) -> list[dict[str, str]]:
         link = await work.rig.link(recipe.pipeline_of(work.project).host)
         rows = []
         for stage in chosen:
-            done = await done_manifest(link, recipe.spec(work.project, stage))
+            wanted = recipe.spec(work.project, stage)
+            done = await done_manifest(link, wanted)
+            state = "done" if done else "changed" if await _changed(link, wanted) else "to do"
             rows.append(
                 {
                     "stage": stage.name,
-                    "state": "done" if done else "to do",
+                    "state": state,
                     "folder": recipe.folder(work.project, stage.name),
                     "help": stage.help,
                 }
             )
         return rows
+
+
+async def _changed(link: Any, wanted: dict[str, Any]) -> bool:
+    """Whether a folder that is not done was begun with other settings, or finished from other inputs.
+
+    Such a folder is not merely to do: `run` refuses it (stage.changed).
+    """
+    from pipeline.stage_runner import read_json
+
+    begun = await read_json(link, f"{wanted['out']}/begun.json")
+    if begun is None:
+        return False
+    if begun["identity"]["settings"] != wanted["settings"]:
+        return True
+    manifest = await read_json(link, f"{wanted['out']}/manifest.json")
+    return bool(manifest and manifest.get("complete"))
 
 
 @runs.command("list")
