@@ -108,18 +108,13 @@ async def run_job(
     """
     link = await work.rig.link(host)
     run, status = await _next_attempt(work, link, f"{name}-{key}", again)
+    started = events.RunStarted(run=run, what=what, name=name, host=host, job=run, key=key, settings=settings)
+    work.journal.append_once(started, unless="run.started", run=run)
     if status is None or status.state == "absent":
-        work.journal.append(
-            events.RunStarted(run=run, what=what, name=name, host=host, job=run, key=key, settings=settings)
-        )
         spec = JobSpec(id=run, name=name, argv=argv, files=files, env=env, packages=list(STAGE_PACKAGES), run=run)
         await jobs.submit(link, spec)
         work.report(Update(run, name, "started", {"host": host}))
     else:
-        if run not in started_runs(work.journal):
-            work.journal.append(
-                events.RunStarted(run=run, what=what, name=name, host=host, job=run, key=key, settings=settings)
-            )
         work.report(Update(run, name, "attached", {"host": host, "state": status.state}))
     await follow(work, link, run, name)
     return await settle(work, link, run, name)
@@ -212,7 +207,7 @@ async def settle(work: Work, link: Link, run: str, name: str) -> Outcome:
             # Nobody asked it to end: whoever reads the book must not go on thinking that it answers.
             state = events.ServerState(run=run, profile=started.name, state="vanished", detail=outcome.error)
             ended_events.append(state)
-        work.journal.append(*ended_events)
+        work.journal.append_once(*ended_events, unless="run.finished", run=run)
     ended = {"result": result, "seconds": outcome.seconds, "error": outcome.error}
     work.report(Update(run, name, outcome.status, ended))
     return outcome

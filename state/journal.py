@@ -121,6 +121,22 @@ class Journal:
         bodies = [(event.kind, event.v, body_of(event)) for event in events]
         return self._append(bodies, actor, actor_kind)
 
+    def append_once(self, *events: Event, unless: str, run: str) -> list[Record]:
+        """As `append`, but nothing where an event of the kind `unless` about `run` is there already. Looked up and
+        written in one transaction: of several controllers that see a run end, one tells it."""
+        from state.events import body_of
+
+        def look(connection: apsw.Connection) -> None:
+            sql = "SELECT 1 FROM event WHERE kind = ? AND body ->> '$.run' = ?"
+            if connection.execute(sql, (unless, run)).fetchone():
+                raise _AlreadyThere
+
+        bodies = [(event.kind, event.v, body_of(event)) for event in events]
+        try:
+            return self._append(bodies, "rigbook", "machine", first=look)
+        except _AlreadyThere:
+            return []
+
     def purge(self, event_id: str, reason: str, *, actor: str, actor_kind: str = "person") -> Record:
         """Take the body of one event out for good, and write down that it was done. The chain still verifies."""
 
@@ -367,6 +383,10 @@ class Journal:
             raise RigbookError(
                 "journal.corrupt", f"{self.path} is damaged: {error}", hint="keep the file; restore a copy of it"
             ) from None
+
+
+class _AlreadyThere(Exception):
+    """Ends a transaction that would say something twice."""
 
 
 # ── pieces ───────────────────────────────────────────────────────────────────────────────────────────────────────

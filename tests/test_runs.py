@@ -219,6 +219,26 @@ def test_what_ended_while_nobody_looked_is_settled_once(root: Path) -> None:
     assert run_folder_events(root, outcome.run)
 
 
+def test_two_controllers_at_once_tell_a_run_once(root: Path) -> None:
+    """A demo beside `rigbook status` or the app: each sees the run start and end, and neither may have told it yet."""
+    spec = wanted(root, rows=10, pause=0.02)
+
+    async def both() -> None:
+        async with open_work(root) as one, open_work(root) as other:
+            again = (run_module(work, "toy", "toy_for_tests", spec, what="stage") for work in (one, other))
+            await asyncio.gather(*again)
+
+    # Both look at the book before either has written into it.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipeline.runs.started_runs", lambda journal: {})
+        patch.setattr("pipeline.runs.finished_runs", lambda journal: {})
+        asyncio.run(both())
+    found = recorded(root)
+    assert len([e for e in found if isinstance(e, events.RunStarted)]) == 1
+    assert [e.status for e in found if isinstance(e, events.RunFinished)] == ["done"]
+    assert len([e for e in found if isinstance(e, events.FactObserved)]) == 1
+
+
 def run_folder_events(root: Path, run: str) -> bytes:
     from state.project import load
 
