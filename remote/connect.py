@@ -148,12 +148,14 @@ class Link(ABC):
                         with contextlib.suppress(Exception):
                             channel.signal(name)
                     return Result("timeout", reason=f"still running after its {timeout:g} s", host=self.name)
-                except asyncio.CancelledError:
-                    # Closing a channel stops nothing on the far side unless there is a terminal: say it.
+                except BaseException:
+                    # We are given up, or who took the output has gone. Closing a channel stops nothing on the far
+                    # side unless there is a terminal: say it.
                     with contextlib.suppress(Exception):
                         channel.signal("TERM")
                     raise
                 finally:
+                    work.cancel()
                     feeding.cancel()  # a command may end and leave its input unread
         except Lost as error:
             return Result("unknown", reason=f"the link was lost: {error}", host=self.name)
@@ -314,6 +316,9 @@ class LocalLink(Link):
             yield channel
         finally:
             await channel.close()
+            # Output that nobody reads any more must not keep the command, nor us: asyncio waits for the pipes' end.
+            for pipe_end in (1, 2):
+                process._transport.get_pipe_transport(pipe_end).close()  # type: ignore[attr-defined]
             try:
                 await asyncio.wait_for(process.wait(), ENDING)
             except TimeoutError:

@@ -151,6 +151,12 @@ def _client_key(root: Path) -> str:
     return Path(f"{file}.pub").read_text()
 
 
+def _quoted(path: Path) -> str:
+    """A path as one word of an ssh config."""
+    text = str(path).replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{text}"'
+
+
 def _write_config(root: Path, alive: dict[str, dict[str, Any]]) -> None:
     known = root / "known_hosts"
     lines = ["# Written by `rigbook demo`: the played hosts, and nothing else."]
@@ -163,11 +169,12 @@ def _write_config(root: Path, alive: dict[str, dict[str, Any]]) -> None:
             "  HostName 127.0.0.1",
             f"  Port {ready['port']}",
             "  User demo",
-            f'  IdentityFile "{root}/client_key"',
+            # `%` begins a token here. In the other one asyncssh, whose word counts, expands none.
+            f"  IdentityFile {_quoted(root / 'client_key').replace('%', '%%')}",
             "  IdentitiesOnly yes",
             "  IdentityAgent none",
             f"  HostKeyAlias {name}",
-            f'  UserKnownHostsFile "{known}"',
+            f"  UserKnownHostsFile {_quoted(known)}",
             "  ForwardAgent no",
         ]
     temporary = root / "ssh_config.tmp"

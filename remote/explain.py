@@ -34,6 +34,8 @@ EXPLAIN: dict[str, str] = {
     "host.no-shell": "The login shell ended before our command began. Often an account without a shell, or a start-up "
     "file that calls exit or exec.",
     "host.not-declared": "The command names a host that rigbook.toml does not have.",
+    "host.ssh-config": "The ssh config that applies to this host has a line that cannot be read, or names a key "
+    "file that is gone or is no key. Mend the line; `ssh -G HOST` shows what applies.",
     "host.unknown": "The link was lost while a command ran, so nobody here knows how it ended. It was not repeated.",
     "host.unreachable": "No connection came about: machine off, wrong address, firewall, or a broken jump host. "
     "Unreachable says nothing about the jobs there: they go on.",

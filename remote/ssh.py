@@ -234,7 +234,16 @@ class SSHLink(Link):
 
     async def _connect(self) -> asyncssh.SSHClientConnection:
         where = self._where()
-        options = await asyncssh.SSHClientConnectionOptions.construct(**where)
+        try:
+            options = await asyncssh.SSHClientConnectionOptions.construct(**where)
+        except (OSError, ValueError, asyncssh.Error) as error:  # a line that it cannot read, a key file that is gone
+            raise RigbookError(
+                "host.ssh-config",
+                f"the ssh config for {self.host.ssh} cannot be used: {error}",
+                host=self.name,
+                hint=f"What does `{self._by_hand()}` say?",
+                exit_code=USAGE,
+            ) from error
         known = hostkeys.load(self._known_hosts_files(options.known_hosts))
         for attempt in range(1, TRIES + 1):
             watcher = hostkeys.Watcher()

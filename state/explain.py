@@ -4,7 +4,7 @@ EXPLAIN: dict[str, str] = {
     "project.not-found": "rigbook works on a project: a folder with a rigbook.toml in it. It looks in the folder "
     "where you are and above it, or in the one you name with -C. `rigbook init` makes one, `rigbook demo` a whole "
     "example.",
-    "project.no-directory": "The folder named with -C does not exist or is a file.",
+    "project.no-directory": "The folder named with -C does not exist or is a file, or the one we are in was deleted.",
     "project.invalid": "rigbook.toml is read strictly: an unknown key, a wrong type or a name that refers to nothing "
     "would otherwise be a setting that you believe in and that has no effect. Every problem is listed with its line. "
     "`rigbook config explain KEY` says what a key means. The book stays readable meanwhile.",

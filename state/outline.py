@@ -71,11 +71,23 @@ def journal_path(root: Path) -> Path:
     return root / ".rigbook" / "journal.db"
 
 
+def parse(text: str) -> dict[str, Any]:
+    """The TOML text as tables. Raises `tomllib.TOMLDecodeError`, and nothing else, where it is none."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise tomllib.TOMLDecodeError("lists or tables nested too deeply (at end of document)") from None
+    except tomllib.TOMLDecodeError:
+        raise
+    except ValueError as error:  # Python refuses whole numbers of more than 4,300 digits
+        raise tomllib.TOMLDecodeError(f"{error} (at end of document)") from None
+
+
 def read_outline(root: Path) -> Outline:
     """The project file as it stands; never raises, a problem is carried in `.problem`."""
     path = root / FILE_NAME
     try:
-        raw = tomllib.loads(path.read_text("utf-8"))
+        raw = parse(path.read_text("utf-8-sig"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         return Outline(name=root.name, problem=f"{FILE_NAME} could not be read: {error}")
     return outline_of(raw, fallback_name=root.name)

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from state.config_help import explain, keys_at, schema
 from state.errors import USAGE, RigbookError
-from state.outline import FILE_NAME, STAGES, find, journal_path, outline_of
+from state.outline import FILE_NAME, STAGES, find, journal_path, outline_of, parse
 from state.tables import Action, Env, Host, Pipeline, Profile, Project, Secret, Speculative, Target
 from state.toml_positions import nearest_line, positions, underscored
 
@@ -45,7 +45,7 @@ def load(root: Path) -> Project:
     """The project in `root`. Raises RigbookError `project.invalid` (exit code 2) that lists every problem."""
     path = root / FILE_NAME
     try:
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")  # some editors put a byte order mark first
     except FileNotFoundError:
         raise RigbookError("project.not-found", f"no {FILE_NAME} in {root}", exit_code=USAGE) from None
     except UnicodeDecodeError as error:
@@ -58,7 +58,7 @@ def load(root: Path) -> Project:
 def loads(text: str, root: Path) -> Project:
     """As `load`, from text that need not be on disk yet."""
     try:
-        raw = tomllib.loads(text)
+        raw = parse(text)
     except tomllib.TOMLDecodeError as error:
         raise _invalid([_syntax_problem(error, text)]) from None
     lines = positions(text)

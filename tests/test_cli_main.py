@@ -121,3 +121,22 @@ def test_every_error_id_in_the_sources_can_be_explained() -> None:
             used |= set(re.findall(r'RigbookError\(\s*"([a-z][a-z0-9.-]+)"', file.read_text()))
             used |= set(re.findall(r'\.(?:refuse|warn)\(\s*"([a-z][a-z0-9.-]+)"', file.read_text()))
     assert used - set(known) == set()
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "says"),
+    [
+        ("{rigbook} config check >&-", 0, ""),
+        ("{rigbook} nonsense 2>&-", 2, ""),
+        ("{rigbook} config check >/dev/full", 1, "could not be written: No space left"),
+        ("{rigbook} --help >/dev/full", 1, "could not be written: No space left"),
+        ("mkdir gone && cd gone && rmdir ../gone && {rigbook} config check", 2, "deleted"),
+    ],
+)
+def test_a_place_that_takes_no_output_or_is_gone_is_no_bug(tmp_path: Path, line: str, code: int, says: str) -> None:
+    (tmp_path / "rigbook.toml").write_text('[project]\nname = "x"\n')
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HOME": str(tmp_path)}
+    shell = line.format(rigbook=f"{sys.executable} -m tui.cli.main")
+    done = subprocess.run(["sh", "-c", shell], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stderr
+    assert says in done.stderr and "error[bug]" not in done.stderr and "Traceback" not in done.stderr

@@ -15,6 +15,7 @@ import paramiko
 import pytest
 
 from remote import demo_rig
+from remote.connect import Rig
 from tests.lab import rigs
 
 
@@ -117,3 +118,11 @@ def test_start_finds_what_runs_and_restarts_what_does_not(tmp_path: Path) -> Non
     finally:
         assert sorted(demo_rig.stop(tmp_path)) == ["llm", "vm"]
     assert demo_rig.running(tmp_path) == {}
+
+
+async def test_any_folder_name_will_do(tmp_path: Path) -> None:
+    root = tmp_path / 'it\'s a "rig" at 100% %d, back\\slash, ünï'
+    with rigs.played(root) as project:
+        async with Rig(project) as rig:
+            link = await rig.link("llm")
+            assert (await link.run(["pwd"])).stdout.decode().strip() == str(root / "llm" / "home")

@@ -116,6 +116,22 @@ async def test_a_lost_link_is_unknown_and_the_next_command_works(box: rigs.Sshd)
         assert (await link.run(["echo", "back"])).stdout == b"back\n"
 
 
+async def test_a_reader_that_goes_away_ends_the_command(where: tuple[Project, str]) -> None:
+    """`rigbook exec HOST -- yes | head -1`: the command ends too, and so do we."""
+    project, name = where
+    said = bytearray()
+
+    def gone(data: bytes) -> None:
+        said.extend(data)
+        raise BrokenPipeError
+
+    async with Rig(project) as rig:
+        link = await rig.link(name)
+        with pytest.raises(BrokenPipeError):
+            await asyncio.wait_for(link.stream(script="echo $$; exec yes", out=gone, err=lambda _: None), 30)
+    rigs.until(lambda: not Path(f"/proc/{said.split()[0].decode()}").exists())
+
+
 async def test_more_commands_at_once_than_the_server_allows() -> None:
     with rigs.sshd("MaxSessions 2\n") as server:
         async with Rig(server.project(next(iter(server.users)))) as rig:
@@ -130,6 +146,15 @@ async def test_nobody_listens(tmp_path: Path) -> None:
         with pytest.raises(RigbookError) as caught:
             await rig.link("gone")
     assert (caught.value.id, caught.value.exit_code) == ("host.unreachable", 4)
+
+
+@pytest.mark.parametrize("text", ["IdentityFile /nowhere/key\n  IdentitiesOnly yes\n", "Port many\n", 'User "a\n'])
+async def test_an_ssh_config_that_cannot_be_used_is_told(tmp_path: Path, text: str) -> None:
+    (tmp_path / "ssh_config").write_text(f"Host odd\n  HostName 127.0.0.1\n  {text}")
+    async with Rig(rigs.project(tmp_path, '[hosts.odd]\nkind = "linux"\nssh = "odd"\n')) as rig:
+        with pytest.raises(RigbookError) as caught:
+            await rig.link("odd")
+    assert (caught.value.id, caught.value.exit_code) == ("host.ssh-config", 2)
 
 
 def test_unknown_is_never_a_success() -> None:

@@ -157,6 +157,20 @@ def test_broken_toml_has_a_line(text: str, line: int) -> None:
     assert problems(text)[0].startswith(f"rigbook.toml:{line}: not valid TOML")
 
 
+@pytest.mark.parametrize("value", ["[" * 5000 + "]" * 5000, "{a=" * 3000 + "1" + "}" * 3000, "9" * 5000])
+def test_what_the_parser_chokes_on_is_told(tmp_path: Path, value: str) -> None:
+    (tmp_path / "rigbook.toml").write_text(f"{RICH}\n[more]\nx = {value}\n")
+    with pytest.raises(RigbookError, match="not valid TOML") as raised:
+        load(tmp_path)
+    assert raised.value.exit_code == USAGE
+    assert "could not be read" in read_outline(tmp_path).problem
+
+
+def test_a_byte_order_mark_does_no_harm(tmp_path: Path) -> None:
+    (tmp_path / "rigbook.toml").write_text(RICH, encoding="utf-8-sig")
+    assert load(tmp_path).project.name == read_outline(tmp_path).name == "kimi"
+
+
 def test_hyphens_and_underscores_are_one_key() -> None:
     text = RICH.replace("draft-tokens", "draft_tokens")
     assert loads(text, Path("/x")).profile("longer") == loads(RICH, Path("/x")).profile("longer")

@@ -42,7 +42,12 @@ def root() -> Path:
 
     if ctx.directory is not None and not ctx.directory.is_dir():
         raise RigbookError("project.no-directory", f"{ctx.directory} is not a directory", exit_code=USAGE)
-    return find((ctx.directory or Path.cwd()).resolve())
+    try:
+        return find((ctx.directory or Path.cwd()).resolve())
+    except FileNotFoundError:
+        raise RigbookError(
+            "project.no-directory", "the directory we are in was deleted", hint="cd out of it", exit_code=USAGE
+        ) from None
 
 
 def project() -> Project:

@@ -7,7 +7,9 @@ a `--dry-run` that is silently ignored would do what the user asked not to.
 
 from __future__ import annotations
 
+import os
 import sys
+from errno import EIO, ENOSPC
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -70,6 +72,9 @@ def main() -> NoReturn:
 
 def run(argv: list[str]) -> int:
     """Run one command line. Returns the exit code; prints errors as sentences, never as a traceback."""
+    # Closed by who started us (`>&-`): Python then has None there, which nobody can write to.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     try:
         words, flags = take_global_flags(argv)
         return dispatch(words, flags)
@@ -86,6 +91,13 @@ def run(argv: list[str]) -> int:
         # The reader (head, less) has gone: not an error, and nothing more can be written.
         sys.stdout = None
         return 0
+    except OSError as error:
+        # Our own output has no file name: what was asked may be done, but the answer did not arrive.
+        if error.errno not in {ENOSPC, EIO} or error.filename is not None:
+            return report_bug(error)
+        sys.stdout = None
+        say(f"error[output.failed]: the output could not be written: {error.strerror}")
+        return FAILED
     except Exception as error:
         return report_bug(error)
 
