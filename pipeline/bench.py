@@ -213,7 +213,7 @@ async def _record(
         dataset=Dataset(
             id=f"held_{kind}", sha256=_digest(prompts, f"held_{kind}"), kind=kind, n=pipeline.bench.prompts
         ),
-        settings=Settings(max_tokens=pipeline.bench.max_tokens, temperature=0.0, concurrency=1, warmup=1, cache="none"),
+        settings=Settings(max_tokens=pipeline.bench.max_tokens, temperature=0.0, concurrency=1, warmup=1, cache="no"),
         target={"name": work.project.target.name or work.project.target.path, "sha256": _digest(target, "model")},
         host=pipeline.host,
         system=_system(infos),
@@ -233,9 +233,7 @@ def _why(record: BenchRecord, length: float | None) -> list[str]:
     """What the figures say, in words: also when they say that speculation does not pay here."""
     if length is None or record.break_even is None or record.verdict is None:
         return []
-    notes = [
-        f"Speculation pays here from an accept length of {record.break_even:.2f} on; this drafter reaches {length:.2f}."
-    ]
+    notes = []
     if record.verdict.kind == "worse":
         notes.append(
             "It is slower than plain decoding: verifying and drafting cost more than the accepted drafts save."

@@ -214,12 +214,19 @@ async def _run(root: Path, mark: dict[str, Any], report: Callable[[Update], None
     for name, host in hosts.items():
         report(Update("", "rig", "host", {"host": name, **host}))
     failures: dict[str, str] = {}
-    async with open_work(root, report) as work:
+    said: set[str] = set()
+
+    def heard(update: Update) -> None:
+        said.add(update.kind)
+        report(update)
+
+    async with open_work(root, heard) as work:
         demo = Demo(root, work, dict(mark.get("seconds", {})))
         _opened(work)
         for number, step in enumerate(STEPS, 1):
             demo.note(step.name, "step", number=number, of=len(STEPS), title=step.title)
             began = time.monotonic()
+            said.clear()
             try:
                 await step.run(demo)
             except RigbookError as error:
@@ -229,7 +236,8 @@ async def _run(root: Path, mark: dict[str, Any], report: Callable[[Update], None
                 demo.note(step.name, "failed", message=str(error))
             finally:
                 # Added up: a step that was interrupted and went on took both times together.
-                spent = time.monotonic() - began
+                # One that was found done took what it took then.
+                spent = 0.0 if "skipped" in said and step.name in demo.seconds else time.monotonic() - began
                 demo.seconds[step.name] = demo.seconds.get(step.name, 0.0) + spent
                 write_json(root / ".rigbook" / "demo.json", {**mark, "seconds": demo.seconds})
     return summary(root, demo.seconds, failures)

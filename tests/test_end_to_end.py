@@ -27,32 +27,26 @@ from state.project import journal_path, load
 pytestmark = pytest.mark.timeout(900)  # a real model on a busy machine
 
 REPOSITORY = Path(__file__).parents[1]
-SMALL = """
-[pipeline.prompts]
-self_written = 24
-held_self = 4
-held_people = 4
-max_tokens = 24
-seeds = false
-[pipeline.generate]
-max_tokens = 24
-concurrency = 16
-[pipeline.vocab]
-size = 512
-[pipeline.train]
-minutes = 0.2
-[pipeline.bench]
-rounds = 2
-max_tokens = 16
-prompts = 2
-"""
+SMALL = {
+    "prompts": {"self_written": "24", "held_self": "4", "held_people": "4", "max_tokens": "24", "seeds": "false"},
+    "generate": {"max_tokens": "24", "concurrency": "16"},
+    "vocab": {"size": "512"},
+    "train": {"minutes": "0.2"},
+    "bench": {"rounds": "2", "max_tokens": "16", "prompts": "2"},
+}
 
 
 def small_demo(directory: Path) -> Path:
     """A demo's folder with small numbers in its project file."""
     prepare(directory)
-    text = (directory / "rigbook.toml").read_text()
-    (directory / "rigbook.toml").write_text(text + SMALL)
+    path = directory / "rigbook.toml"
+    text = path.read_text()
+    for table, settings in SMALL.items():
+        for key, value in settings.items():
+            old = re.search(rf"(?m)^\[pipeline\.{table}\]\n(?:[a-z_]+ = .*\n)*?{key} = (.*)$", text)
+            assert old is not None, (table, key)
+            text = text[: old.start(1)] + value + text[old.end(1) :]
+    path.write_text(text)
     return directory
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from state.errors import FAILED, USAGE, RigbookError
-from tui.cli.common import ctx, say
+from tui.cli.common import ctx, emit, say
 
 
 class Command(NamedTuple):
@@ -83,6 +83,9 @@ def run(argv: list[str]) -> int:
         say(f"error[{error.id}]: {error.message}{where}")
         if error.hint:
             say(f"  {error.hint}")
+        if ctx.json:
+            told = {"id": error.id, "message": error.message, "host": error.host, "hint": error.hint}
+            emit({"error": {**told, "exit_code": error.exit_code}})
         return error.exit_code
     except KeyboardInterrupt:
         say("interrupted; what runs on the rig goes on")
