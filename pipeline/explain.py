@@ -18,6 +18,8 @@ EXPLAIN: dict[str, str] = {
     "configurations looks whole and is not, so rigbook will not go on in it. Move the folder away, set the old "
     "settings again, or choose another workdir.",
     "stage.input-missing": "An input of the stage is not there: run the stage that makes it first.",
+    "stage.damaged": "A file that the stage itself had written whole was changed or cut by something else (a disk "
+    "fault, an editor, a copy). It is not guessed at. Move the stage's folder away: it runs anew.",
     "stage.disk": "The stage could not write: the disk is full, read-only, over quota, or permission is missing. What "
     "was written before is whole; start the stage again when there is room.",
     "stage.failed": "The stage ended with an exception; its log has the traceback.",

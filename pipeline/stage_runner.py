@@ -8,8 +8,9 @@ from typing import Any
 from pipeline import server
 from pipeline.recipe import StageDef, pipeline_of, spec
 from pipeline.runs import Outcome, Update, Work, job_key, run_job, settle_all
+from pipeline.stages.protocol import Refused, parse_object
 from remote.connect import Link
-from state.errors import RigbookError
+from state.errors import REFUSED, RigbookError
 from state.events import RunKind
 
 
@@ -81,7 +82,10 @@ async def read_json(link: Link, path: str) -> dict[str, Any] | None:
         if error.id == "file.not-found":
             return None
         raise
-    value: dict[str, Any] = json.loads(data)
+    try:
+        value: dict[str, Any] = parse_object(data, path)
+    except Refused as refusal:
+        raise RigbookError(refusal.id, str(refusal), host=link.name, exit_code=REFUSED) from None
     return value
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from state.errors import RigbookError
 from state.upcasters import CURRENT, escape_bad_bytes, upcast
 
 if TYPE_CHECKING:
@@ -126,5 +127,12 @@ def decode(text: str) -> dict[str, Any]:
 
 def record_of(row: Sequence[Any]) -> Record:
     seq, event_id, origin, counter, ts, actor, actor_kind, kind, v, _digest, body, _previous, chained = row
-    decoded = None if body is None else decode(body)
+    try:
+        decoded = None if body is None else decode(body)
+    except ValueError as error:
+        raise RigbookError(
+            "journal.corrupt",
+            f"the body of event {event_id} was changed: {error}",
+            hint="`rigbook book verify` lists all that is wrong; restore a copy of the journal",
+        ) from None
     return Record(seq, event_id, origin, counter, ts, actor, actor_kind, kind, v, decoded, chained)

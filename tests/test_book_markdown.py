@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
@@ -347,6 +347,7 @@ cell_text = active | st.text(alphabet=st.characters(exclude_categories=["Cs", "C
 
 @settings(deadline=None)
 @given(st.lists(st.lists(cell_text, min_size=3, max_size=3), min_size=1, max_size=4))
+@example(rows=[["__0__", "a_b", "_"]])
 def test_cells_come_back_as_they_went(rows: list[list[str]]) -> None:
     text = "\n".join(table(["a", "b", "c"], [[escape(cell) for cell in row] for row in rows]))
     (found,) = tables(text)

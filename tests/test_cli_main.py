@@ -111,6 +111,15 @@ def test_json_is_one_document_on_stdout(tmp_path: Path) -> None:
     assert json.loads(rigbook("explain", "stage.changed", "--json", cwd=tmp_path).stdout)["id"] == "stage.changed"
 
 
+@pytest.mark.parametrize("words", [("book", "show"), ("hosts",), ("exec", "nosuch", "--", "true"), ("config", "check")])
+def test_no_name_drives_the_terminal(tmp_path: Path, words: tuple[str, ...]) -> None:
+    odd = r"\u001b[31m\u202e\u009b1m\u0007"
+    text = f'[project]\nname = "x{odd}"\ngoal = "{odd}"\n[hosts."a{odd}"]\nkind = "local"\n'
+    (tmp_path / "rigbook.toml").write_text(text)
+    done = rigbook(*words, cwd=tmp_path)
+    assert not set(done.stdout + done.stderr) & set("\x1b\u202e\x9b\x07")
+
+
 def test_every_error_id_in_the_sources_can_be_explained() -> None:
     import re
 

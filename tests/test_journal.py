@@ -231,6 +231,14 @@ def test_tampering_is_found(path: Path, sql: str, told: str) -> None:
     assert any(problem.startswith(told) for problem in found.problems), found.problems
 
 
+def test_a_body_that_was_made_unreadable_is_told(path: Path) -> None:
+    filled(path)
+    tamper(path, "UPDATE event SET body = '{not json' WHERE seq = 2")
+    with Journal.open(path, read_only=True) as journal, pytest.raises(RigbookError, match="was changed") as raised:
+        list(journal.records())
+    assert raised.value.id == "journal.corrupt"
+
+
 def test_sql_cannot_change_events_by_accident(path: Path) -> None:
     filled(path)
     connection = apsw.Connection(str(path))

@@ -64,6 +64,30 @@ def test_changed_configuration_is_refused_by_name(tmp_path: Path, change: str) -
     assert ("settings.x" if change == "settings" else "inputs.text") in str(error["message"])
 
 
+DAMAGE = {
+    "manifest.json": ['{"schema": 1, "comp', "", "[]"],
+    "begun.json": ['{"key"', "null"],
+    "rows.jsonl": ['{"id": 0}\n{"id\n{"id": 2}\n', "\0\0\n", '{"id": 0}\n{"id": 0}\n', "[1]\n", '{"no": 0}\n'],
+}
+
+
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in DAMAGE.items() for text in texts])
+def test_a_damaged_file_is_named_and_not_guessed_at(tmp_path: Path, name: str, text: str) -> None:
+    def run(stage: Stage) -> dict[str, Any]:
+        rows = JsonlAppender(stage.out / "rows.jsonl")
+        rows.append(*({"id": n} for n in range(3) if n not in rows.done))
+        return {}
+
+    assert execute(spec(tmp_path), run) == 0
+    if name == "rows.jsonl":
+        (tmp_path / "out" / "manifest.json").unlink()
+    (tmp_path / "out" / name).write_text(text)
+    assert execute(spec(tmp_path), run) == protocol.REFUSED
+    error = events(tmp_path)[-1]
+    assert error["id"] == "stage.damaged" and name in str(error["message"])
+    assert (tmp_path / "out" / name).read_text() == text
+
+
 def test_lost_rows_fail(tmp_path: Path) -> None:
     rows = {"in": 3, "out": 1, "errors": 1, "skipped": 0}
     assert execute(spec(tmp_path), lambda stage: {"rows": rows}) == protocol.FAILED

@@ -179,8 +179,8 @@ def _run_once(stage: Stage, spec: dict[str, Any], run: Callable[[Stage], dict[st
     }
     key = digest_json(identity)
     begun = read_json(stage.out / "begun.json")
-    if begun is not None and begun["key"] != key:
-        changed = ", ".join(changed_fields(begun["identity"], identity)) or "the configuration"
+    if begun is not None and begun.get("key") != key:
+        changed = ", ".join(changed_fields(begun.get("identity", {}), identity)) or "the configuration"
         raise Refused(
             "stage.changed",
             f"{stage.out} belongs to another configuration ({changed} changed); move it away or choose another workdir",
@@ -336,10 +336,25 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path) -> dict[str, Any] | None:
     """The parsed file, or None where there is none."""
     try:
-        value: dict[str, Any] = json.loads(path.read_text())
+        data = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
+    return parse_object(data, str(path))
+
+
+def parse_object(data: bytes, where: str) -> dict[str, Any]:
+    """A JSON object of ours. We write such files whole, so a broken one was damaged by somebody else: it is refused."""
+    try:
+        value = json.loads(data)
+    except ValueError as error:
+        raise _damaged(where, str(error)) from None
+    if not isinstance(value, dict):
+        raise _damaged(where, "it holds no JSON object")
     return value
+
+
+def _damaged(where: str, why: str) -> Refused:
+    return Refused("stage.damaged", f"{where} is damaged ({why}); move its folder away and it is made anew")
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
@@ -370,8 +385,13 @@ class JsonlAppender:
         if len(whole) != len(data):
             # Killed in the middle of a write: that row was never acknowledged, it will be made again.
             os.truncate(path, len(whole))
-        self.rows = [json.loads(line) for line in whole.splitlines() if line.strip()]
+        lines = enumerate(whole.split(b"\n"), 1)
+        self.rows = [parse_object(line, f"line {number} of {path}") for number, line in lines if line.strip()]
+        if any(id_field not in row for row in self.rows):
+            raise _damaged(str(path), f"a row has no {id_field!r}")
         self.done = {row[id_field] for row in self.rows}
+        if len(self.done) != len(self.rows):
+            raise _damaged(str(path), "a row is there twice")
         self._file = path.open("ab")
 
     def append(self, *rows: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from state.book import Book
 from state.errors import USAGE, RigbookError
+from state.harmless import harmless
 from state.render import bench, people, work
 from state.render.facts import fact_table
 from state.render.text import code, escape, host, prose, results, table, when
@@ -199,9 +200,9 @@ def _colophon(book: Book) -> list[str]:
 
 
 def _tidy(lines: list[str]) -> str:
-    """One blank line between blocks, one newline at the end."""
+    """One blank line between blocks, one newline at the end, and nothing that a terminal would obey."""
     kept: list[str] = []
     for line in lines:
         if line.strip() or (kept and kept[-1].strip()):
             kept.append(line.rstrip())
-    return "\n".join(kept).strip("\n") + "\n"
+    return harmless("\n".join(kept).strip("\n") + "\n")

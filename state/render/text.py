@@ -12,7 +12,7 @@ from state.book import Book
 
 UNKNOWN = "unknown"
 
-_ACTIVE = re.compile(r"([\\`*<|])|(&)(?=#?\w+;)|(~)(?=~)|(?<!\w)(_)|(_)(?!\w)|(\[)(?=[^\]]*\]\()")
+_ACTIVE = re.compile(r"([\\`*<|])|(&)(?=#?\w+;)|(~)(?=~)|(?<![^\W_])(_)|(_)(?![^\W_])|(\[)(?=[^\]]*\]\()")
 _ENTITIES = {"<": "&lt;", "&": "&amp;"}
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from state.errors import REFUSED, USAGE, RigbookError
+from state.harmless import harmless
 
 if TYPE_CHECKING:
     from state.journal import Journal
@@ -70,13 +71,14 @@ def emit(data: Any, text: str | None = None) -> None:
     if ctx.json or text is None:
         sys.stdout.write(json.dumps(data, ensure_ascii=False, default=str, indent=None if ctx.json else 2) + "\n")
     else:
+        text = harmless(text)
         sys.stdout.write(text if text.endswith("\n") or not text else text + "\n")
     sys.stdout.flush()
 
 
 def say(text: str) -> None:
     """Talk: to stderr, so that it never mixes with data."""
-    sys.stderr.write(text + "\n")
+    sys.stderr.write(harmless(text) + "\n")
     sys.stderr.flush()
 
 
