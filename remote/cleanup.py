@@ -130,9 +130,16 @@ async def plan(link: Link) -> Plan:
         for e in seen["processes"]
         if e["class"] != "orphan"
     )
-    text = json.dumps([link.name, seen["boot_id"], [(item.pid, item.starttime) for item in items]])
-    id = "clean-" + hashlib.sha256(text.encode()).hexdigest()[:10]
+    id = _id(link.name, items)
     return Plan(id, link.name, datetime.now(UTC).isoformat(timespec="seconds"), items, kept)
+
+
+def _id(host: str, items: tuple[Item, ...]) -> str:
+    """A plan's id stands for what it would do, so that a plan that was changed is no plan."""
+    text = json.dumps(
+        [host, [(item.boot_id, item.pid_namespace, item.pid, item.starttime, item.job) for item in items]]
+    )
+    return "clean-" + hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
 def _item(entry: Mapping[str, Any]) -> Item:
@@ -140,13 +147,19 @@ def _item(entry: Mapping[str, Any]) -> Item:
     return Item(**{**values, "ports": tuple(entry["ports"]), "gpu_files": tuple(entry["gpu_files"])})
 
 
-def plan_from(data: Mapping[str, Any]) -> Plan:
-    """The plan that `to_dict` gave, out of a file. Strict: what is not a plan is an error."""
+def plan_from(data: Any) -> Plan:
+    """The plan that `to_dict` gave, out of a file. Strict: what is not a plan, or was changed since, is an error."""
+    from pydantic import TypeAdapter, ValidationError
+
     try:
-        items = tuple(_item(entry) for entry in data["items"])
-        return Plan(str(data["id"]), str(data["host"]), str(data["made_at"]), items, tuple(data["kept"]))
-    except (KeyError, TypeError) as error:
-        raise RigbookError("clean.bad-plan", f"this is no plan: {error!r}", exit_code=USAGE) from error
+        what = TypeAdapter(Plan).validate_json(json.dumps(data), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise RigbookError("clean.bad-plan", f"this is no plan: {where}: {first['msg']}", exit_code=USAGE) from error
+    if what.id != _id(what.host, what.items):
+        raise RigbookError("clean.bad-plan", f"plan {what.id} was changed since it was made", exit_code=USAGE)
+    return what
 
 
 async def apply(link: Link, what: Plan, *, grace: float = GRACE) -> Outcome:

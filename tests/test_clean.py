@@ -172,3 +172,26 @@ def test_a_signal_reaches_only_the_process_that_was_meant() -> None:
     assert procs.send(process.pid, identity.starttime, signal.SIGKILL) is True
     assert process.wait() == -signal.SIGKILL
     assert procs.send(process.pid, identity.starttime, signal.SIGKILL) is False
+
+
+ITEM = cleanup.Item(7, 9, "boot", None, "job", "run", "name", "vanished", "marker", "sleep", 1, (80,), ())
+
+
+def test_only_the_plan_that_was_made_is_read_back() -> None:
+    made = cleanup.Plan(cleanup._id("a", (ITEM,)), "a", "2026-01-01T00:00:00+00:00", (ITEM,), ("pid 1",))
+    data = json.loads(json.dumps(made.to_dict()))
+    assert cleanup.plan_from(data) == made
+    changed = [{**data["items"][0], key: value} for key, value in (("pid", 8), ("starttime", 1), ("job", "x"))]
+    illtyped = [{**data["items"][0], key: value} for key, value in (("pid", "8"), ("rss", "a"), ("ports", 5))]
+    for broken in (
+        *({**data, "items": [item]} for item in (*changed, *illtyped, 5)),
+        *({**data, key: None} for key in data),
+        {**data, "host": "b"},
+        {**data, "items": [*data["items"], *data["items"]]},
+        {},
+        [],
+        None,
+    ):
+        with pytest.raises(RigbookError) as raised:
+            cleanup.plan_from(broken)
+        assert (raised.value.id, raised.value.exit_code) == ("clean.bad-plan", 2)
