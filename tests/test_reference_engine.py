@@ -296,6 +296,8 @@ def test_bad_chat_requests(plain: Engine, more: dict[str, Any], says: str) -> No
     ("body", "says"),
     [
         (b"{", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (rb'{"text": "\ud800"}', "not JSON"),
         (b"[]", "expected a JSON object"),
         ({}, "either text or input_ids"),
         ({"text": ["a", "b"]}, "text must be one string"),

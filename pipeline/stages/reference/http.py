@@ -329,8 +329,10 @@ def cpu_name() -> str:
 
 async def _json(request: web.Request) -> Any:
     try:
-        return json.loads(await request.read())
-    except ValueError as error:
+        value = json.loads(await request.read())
+        json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is JSON, but no text to tokenize
+        return value
+    except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {error}") from error
 
 
