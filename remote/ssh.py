@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import shlex
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
@@ -325,7 +326,7 @@ class SSHLink(Link):
         target = self._target
         words = ["ssh", *(["-F", str(self._config)] if self._config else [])]
         words += ["-p", str(target.port)] if target.port else []
-        return " ".join([*words, f"{target.user}@{target.host}" if target.user else target.host, "true"])
+        return shlex.join([*words, f"{target.user}@{target.host}" if target.user else target.host, "true"])
 
     def _known_hosts_files(self, configured: object) -> list[Path]:
         if configured is None:

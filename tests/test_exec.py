@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -141,11 +142,13 @@ async def test_more_commands_at_once_than_the_server_allows() -> None:
 
 
 async def test_nobody_listens(tmp_path: Path) -> None:
+    (tmp_path := tmp_path / "it's here").mkdir()
     (tmp_path / "ssh_config").write_text(f"Host gone\n  HostName 127.0.0.1\n  Port {rigs.free_port()}\n")
     async with Rig(rigs.project(tmp_path, '[hosts.gone]\nkind = "linux"\nssh = "gone"\n')) as rig:
         with pytest.raises(RigbookError) as caught:
             await rig.link("gone")
     assert (caught.value.id, caught.value.exit_code) == ("host.unreachable", 4)
+    assert caught.value.hint and shlex.quote(str(tmp_path / "ssh_config")) in caught.value.hint
 
 
 @pytest.mark.parametrize("text", ["IdentityFile /nowhere/key\n  IdentitiesOnly yes\n", "Port many\n", 'User "a\n'])
