@@ -50,7 +50,7 @@ class Host(Table):
     vmid: int | None = Field(default=None, ge=1, description="its number on the Proxmox host")
     ssh: str | None = Field(
         default=None,
-        description="anything ssh understands: an alias or user@host[:port]; left out: reached through `on`",
+        description="anything ssh understands: an alias or user@host[:port]; needed for every host but `local` ones",
     )
     state_dir: str = Field(default="~/.local/state/rigbook", description="where jobs live on that host; never /tmp")
     played: bool = Field(default=False, description="a stand-in that the demo plays; shown as such everywhere")
