@@ -39,7 +39,7 @@ def prepare(directory: Path) -> dict[str, Any]:
     _packages()
     mark_path = directory / ".rigbook" / "demo.json"
     if mark_path.exists():
-        mark: dict[str, Any] = json.loads(mark_path.read_text())
+        mark = read_mark(mark_path)
         if not (directory / "rigbook.toml").exists():
             write_bytes(directory / "rigbook.toml", project_file(directory, mark).encode())
         return mark
@@ -69,6 +69,21 @@ def prepare(directory: Path) -> dict[str, Any]:
     # The mark first: killed after it, the folder is known as ours and the file is written by the next start.
     write_json(mark_path, mark)
     write_bytes(directory / "rigbook.toml", project_file(directory, mark).encode())
+    return mark
+
+
+def read_mark(path: Path) -> dict[str, Any]:
+    """The demo's own record of ports and times. Raises RigbookError `demo.damaged` where it cannot be read."""
+    try:
+        mark: dict[str, Any] = json.loads(path.read_text())
+        int(mark["baseline"]), int(mark["eagle3"]), dict(mark.get("seconds", {}))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RigbookError(
+            "demo.damaged",
+            f"{path} is damaged ({type(error).__name__}: {error})",
+            hint='It holds {"baseline": PORT, "eagle3": PORT}, the ports of the profiles in rigbook.toml: write it anew.',
+            exit_code=USAGE,
+        ) from error
     return mark
 
 

@@ -6,6 +6,7 @@ EXPLAIN: dict[str, str] = {
     "demo.other-project": "The folder holds a rigbook.toml that the demo did not write. The demo never touches it.",
     "demo.not-empty": "The folder has files in it and no demo began there. The demo wants a folder of its own.",
     "demo.not-a-folder": "The path given with --dir is a file.",
+    "demo.damaged": "The demo's own record, .rigbook/demo.json, cannot be read. The book is another file and is whole.",
     "demo.none": "The folder given with --dir holds no demo.",
     "demo.folder": "The demo's folder could not be made; the message has the system's reason.",
     "demo.disk": "Checked before anything is made: the sum of what the demo writes, against what is free.",

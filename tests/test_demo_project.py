@@ -84,3 +84,28 @@ def test_killed_while_it_began_it_goes_on(tmp_path: Path, left: list[str]) -> No
     again = prepare(directory)
     assert load(directory).profile("baseline").port == again["baseline"]
     assert ".rigbook/demo.json" not in left or again == mark
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", "[]", '{"baseline": "x", "eagle3": 1}', '{"baseline": 1}', "\x00"])
+def test_a_damaged_record_is_a_sentence(tmp_path: Path, text: str) -> None:
+    prepare(tmp_path / "demo")
+    (tmp_path / "demo" / ".rigbook" / "demo.json").write_text(text)
+    assert refusal(tmp_path / "demo").id == "demo.damaged"
+
+
+def test_stopping_needs_no_working_project(tmp_path: Path) -> None:
+    """The project file is broken by hand; the played hosts must stop all the same."""
+    import asyncio
+
+    from pipeline.demo import stop
+    from remote import demo_rig
+
+    directory = tmp_path / "demo"
+    prepare(directory)
+    demo_rig.start(directory / "hosts", {"llm": "lxc"})
+    (directory / "rigbook.toml").write_text("not toml")
+    try:
+        assert "llm" in asyncio.run(stop(directory))
+        assert demo_rig.running(directory / "hosts") == {}
+    finally:
+        demo_rig.stop(directory / "hosts")
