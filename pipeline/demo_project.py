@@ -81,7 +81,7 @@ def read_mark(path: Path) -> dict[str, Any]:
         raise RigbookError(
             "demo.damaged",
             f"{path} is damaged ({type(error).__name__}: {error})",
-            hint='It holds {"baseline": PORT, "eagle3": PORT}, the ports of the profiles in rigbook.toml: write it anew.',
+            hint='It holds {"baseline": PORT, "eagle3": PORT}, the ports in rigbook.toml: write it anew.',
             exit_code=USAGE,
         ) from error
     return mark
