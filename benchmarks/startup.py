@@ -19,8 +19,7 @@ BARE = [sys.executable, "-c", "import typer, pydantic, apsw"]
 RAW_SSH = """
 import asyncio, sys, typer, pydantic, apsw, asyncssh
 async def main():
-    async with asyncssh.connect("llm", config=[sys.argv[1] + "/ssh_config"],
-                                known_hosts=sys.argv[1] + "/known_hosts") as c:
+    async with asyncssh.connect("llm", config=[sys.argv[1] + "/hosts/ssh_config"]) as c:
         print((await c.run("true", encoding=None)).exit_status)
 asyncio.run(main())
 """

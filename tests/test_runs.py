@@ -35,7 +35,7 @@ path = "{root}/model"
 [pipeline]
 host = "here"
 env = "train"
-workdir = "{root}/work"
+workdir = "{root}/data"
 """
 # Stands for a stage of the pipeline: rows one by one, a fact, a warning, a result.
 TOY = '''
@@ -68,7 +68,7 @@ def root(tmp_path: Path) -> Path:
 def wanted(root: Path, **settings: Any) -> dict[str, Any]:
     return {
         "stage": "toy",
-        "out": f"{root}/work/toy",
+        "out": f"{root}/data/toy",
         "inputs": {},
         "settings": {"rows": 5, "pause": 0.0, **settings},
     }
@@ -169,7 +169,7 @@ def until(condition: Any, process: subprocess.Popen[bytes], seconds: float = 60)
 @pytest.mark.parametrize("moment", ["submitted", "working", "ended"])
 def test_a_killed_controller_loses_nothing_and_records_once(root: Path, moment: str) -> None:
     spec = wanted(root, rows=30, pause=0.1 if moment != "ended" else 0.02)
-    rows, manifest = root / "work" / "toy" / "rows.jsonl", root / "work" / "toy" / "manifest.json"
+    rows, manifest = root / "data" / "toy" / "rows.jsonl", root / "data" / "toy" / "manifest.json"
     first = controller(root, spec)
     reached = {
         "submitted": lambda: any((root / "jobs" / "jobs").glob("toy-*/spec.json")),
@@ -189,7 +189,7 @@ def test_a_killed_controller_loses_nothing_and_records_once(root: Path, moment: 
 
 def test_a_killed_stage_is_recorded_as_failed_and_the_next_attempt_goes_on(root: Path) -> None:
     spec = wanted(root, rows=30, pause=0.1)
-    rows = root / "work" / "toy" / "rows.jsonl"
+    rows = root / "data" / "toy" / "rows.jsonl"
     first = controller(root, spec)
     until(lambda: rows.exists() and rows.stat().st_size > 60, first)
     (start,) = (root / "jobs" / "jobs").glob("toy-*/start.json")
@@ -257,11 +257,11 @@ def test_a_host_that_goes_away_and_comes_back_loses_nothing(tmp_path: Path) -> N
     (tmp_path / "rigbook.toml").write_text(text)
     spec = wanted(tmp_path, rows=30, pause=0.1)
     first = controller(tmp_path, spec)
-    rows = tmp_path / "work" / "toy" / "rows.jsonl"
+    rows = tmp_path / "data" / "toy" / "rows.jsonl"
     try:
         until(lambda: rows.exists() and rows.stat().st_size > 60, first)
         demo_rig.stop(hosts)
-        until(lambda: (tmp_path / "work" / "toy" / "manifest.json").exists(), first)
+        until(lambda: (tmp_path / "data" / "toy" / "manifest.json").exists(), first)
         demo_rig.start(hosts, {"llm": "lxc"})
         assert first.wait(120) == 0
     finally:
