@@ -20,11 +20,14 @@ from tests.lab.engine import Engine, engine, free_port
 from tests.lab.stages import prompts_file, result_of, rows_of, run_stage, start_stage
 from tests.lab.tiny_model import make_tiny_model
 
+# fp32: in bf16 a product depends on how many rows it has, and a near-tie falls the other way in a batch.
+FLAGS = ("--max-running-requests", "4", "--dtype", "float32")
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     model = make_tiny_model(tmp_path_factory.mktemp("model"))
-    with engine(model, tmp_path_factory.mktemp("engine") / "log", "--max-running-requests", "4") as running:
+    with engine(model, tmp_path_factory.mktemp("engine") / "log", *FLAGS) as running:
         yield running
 
 
@@ -90,7 +93,7 @@ def test_a_response_does_not_depend_on_the_order(server: Engine, tmp_path: Path)
         rows = rows_of(tmp_path / name / "out" / "rows.jsonl")
         texts.append({row["id"]: row["response"] for row in rows})
     assert len(set(texts[0].values())) > 1
-    assert len(texts[0].items() & texts[1].items()) >= 5  # bf16: a near-tie may fall the other way in a batch
+    assert texts[0] == texts[1]
 
 
 def test_no_server(tmp_path: Path) -> None:
