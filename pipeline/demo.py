@@ -17,7 +17,7 @@ from pipeline import bench, server
 from pipeline.demo_project import HOSTS, prepare
 from pipeline.recipe import BY_NAME, STAGES, StageDef, folder, spec
 from pipeline.runs import Update, Work, alone, open_work, settle_all
-from pipeline.stage_runner import done_manifest, read_json, run_module, run_stage
+from pipeline.stage_runner import done_manifest, run_once, run_stage
 from pipeline.stages.protocol import write_bytes, write_json
 from remote import cleanup, demo_rig, jobs
 from remote.inventory import probe_host
@@ -82,11 +82,7 @@ async def make_target(demo: Demo) -> None:
         "inputs": {},
         "settings": {"package": demo.work.project.target.package},
     }
-    link = await demo.work.rig.link("llm")
-    if (manifest := await read_json(link, f"{wanted['out']}/manifest.json")) and manifest.get("complete"):
-        demo.note("target", "skipped", result=manifest["result"])
-        return
-    (await run_module(demo.work, "target", "target", wanted, what="stage")).check("target", "llm")
+    await run_once(demo.work, "target", wanted)
 
 
 async def serve_baseline(demo: Demo) -> None:
@@ -129,11 +125,7 @@ async def lossless(demo: Demo) -> None:
         },
         "settings": {"limit": 8, "max_tokens": 48, "steps": profile.speculative.steps},
     }
-    link = await demo.work.rig.link("llm")
-    if (manifest := await read_json(link, f"{wanted['out']}/manifest.json")) and manifest.get("complete"):
-        demo.note("lossless", "skipped", result=manifest["result"])
-        return
-    (await run_module(demo.work, "lossless", "lossless", wanted, what="stage")).check("lossless", "llm")
+    await run_once(demo.work, "lossless", wanted)
 
 
 async def benchmark(demo: Demo) -> None:

@@ -99,15 +99,14 @@ async def run_job(
     env: dict[str, str],
     settings: dict[str, Any],
     key: str,
-    again: bool = False,
 ) -> Outcome:
     """Run one job to its end and record it. Attaches to the job where an earlier controller started it.
 
     `key` names the work; a job of that key that is running is followed, one that ended well and was not recorded yet
-    is recorded and counts. `again` starts a fresh attempt even where one has ended well.
+    is recorded and counts.
     """
     link = await work.rig.link(host)
-    run, status = await _next_attempt(work, link, f"{name}-{key}", again)
+    run, status = await _next_attempt(work, link, f"{name}-{key}")
     started = events.RunStarted(run=run, what=what, name=name, host=host, job=run, key=key, settings=settings)
     work.journal.append_once(started, unless="run.started", run=run)
     if status is None or status.state == "absent":
@@ -120,7 +119,7 @@ async def run_job(
     return await settle(work, link, run, name)
 
 
-async def _next_attempt(work: Work, link: Link, stem: str, again: bool) -> tuple[str, JobStatus | None]:
+async def _next_attempt(work: Work, link: Link, stem: str) -> tuple[str, JobStatus | None]:
     """The run to look at: the one that works or has ended well without a record, else the first free number."""
     known = {job.id: job for job in await jobs.list_jobs(link)}
     finished = finished_runs(work.journal)
@@ -133,7 +132,7 @@ async def _next_attempt(work: Work, link: Link, stem: str, again: bool) -> tuple
         if job.state == "running":
             return run, job
         if run not in finished:
-            if job.state == "finished" and job.exit == 0 and not again:
+            if job.state == "finished" and job.exit == 0:
                 return run, job
             await settle(work, link, run, stem)
         attempt += 1

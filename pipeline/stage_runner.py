@@ -24,23 +24,24 @@ async def run_stages(work: Work, stages: list[StageDef]) -> dict[str, Outcome]:
 
 
 async def run_stage(work: Work, stage: StageDef) -> Outcome:
-    """Run one stage to its end, or find it done."""
-    pipeline = pipeline_of(work.project)
-    link = await work.rig.link(pipeline.host)
-    wanted = spec(work.project, stage)
-    manifest = await done_manifest(link, wanted)
+    """Run one stage of the recipe to its end, or find it done."""
+    profile = stage.server(pipeline_of(work.project)) if stage.server is not None else None
+    return await run_once(work, stage.module, spec(work.project, stage), profile)
+
+
+async def run_once(work: Work, module: str, wanted: dict[str, Any], profile: str | None = None) -> Outcome:
+    """Run a stage module to its end, or find its folder done. `profile`: the server that must answer while it runs."""
+    name, host = wanted["stage"], pipeline_of(work.project).host
+    manifest = await done_manifest(await work.rig.link(host), wanted)
     if manifest is not None:
-        outcome = Outcome("", "skipped", 0, manifest["result"], 0.0)
-        work.report(Update("", stage.name, "skipped", {"result": manifest["result"]}))
-        return outcome
-    if stage.server is not None:
-        await server.start(work, stage.server(pipeline))
-    return (await run_module(work, stage.name, stage.module, wanted, what="stage")).check(stage.name, pipeline.host)
+        work.report(Update("", name, "skipped", {"result": manifest["result"]}))
+        return Outcome("", "skipped", 0, manifest["result"], 0.0)
+    if profile is not None:
+        await server.start(work, profile)
+    return (await run_module(work, name, module, wanted, what="stage")).check(name, host)
 
 
-async def run_module(
-    work: Work, name: str, module: str, wanted: dict[str, Any], *, what: RunKind, again: bool = False
-) -> Outcome:
+async def run_module(work: Work, name: str, module: str, wanted: dict[str, Any], *, what: RunKind) -> Outcome:
     """Run a stage module as a job on the pipeline's host, with `wanted` as its spec."""
     pipeline = pipeline_of(work.project)
     env = work.project.env(pipeline.env)
@@ -55,7 +56,6 @@ async def run_module(
         env=dict(env.vars),
         settings=wanted["settings"],
         key=job_key(wanted),
-        again=again,
     )
 
 
