@@ -1,16 +1,18 @@
-"""Rigs to test against: the played hosts of the demo, and a real OpenSSH server with a bash and a zsh user."""
+"""Rigs to test against: the played hosts of the demo, and a real OpenSSH server with users of four login shells."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pwd
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,14 @@ from remote import demo_rig
 from state.project import Project, loads
 
 NOISE = "printf 'Welcome to the machine\\n\\377\\n'\nprintf 'and its complaints\\n' >&2\n"
+CSH_NOISE = "printf 'Welcome to the machine\\n\\377\\n'\nsh -c \"printf 'and its complaints\\n' >&2\"\n"
+# user -> (login shell, start-up file that is read for every command, what it holds)
+SHELLS = {
+    "rbbash": ("bash", ".bashrc", NOISE),
+    "rbzsh": ("zsh", ".zshenv", NOISE),
+    "rbfish": ("fish", ".config/fish/config.fish", NOISE),
+    "rbcsh": ("tcsh", ".cshrc", CSH_NOISE),
+}
 
 
 def until(what: Callable[[], object], seconds: float = 15, every: float = 0.02) -> None:
@@ -52,30 +62,56 @@ def played(root: Path, names: dict[str, str] | None = None) -> Iterator[Project]
 
 @dataclass
 class Sshd:
-    """A running OpenSSH server. `users` are those who may log in with `key`."""
+    """A running OpenSSH server. `users` are those who may log in with `key`; as root, root may as well."""
 
     root: Path
+    address: str
     port: int
     process: subprocess.Popen[bytes]
     users: dict[str, Path]  # name -> home
+    accounts: dict[str, str]  # name -> name in the password file, which no other run of the tests has
 
     def project(self, user: str, extra: str = "") -> Project:
         (self.root / "ssh_config").write_text(
-            f"Host box\n  HostName 127.0.0.1\n  Port {self.port}\n  User {user}\n  IdentityFile {self.root}/key\n"
+            f"Host box\n  HostName {self.address}\n  Port {self.port}\n  User {self.accounts.get(user, user)}\n"
+            f"  IdentityFile {self.root}/key\n"
             f"  IdentitiesOnly yes\n  IdentityAgent none\n  UserKnownHostsFile {self.root}/known_hosts\n{extra}"
         )
         return project(self.root, '[hosts.box]\nkind = "linux"\nssh = "box"\n')
 
+    def pids(self) -> list[int]:
+        """sshd's processes: the listener first, then those that serve connections; not what they started."""
+        return [pid for pid in [self.process.pid, *descendants(self.process.pid)] if _comm(pid).startswith("sshd")]
+
     def cut(self) -> None:
         """Kill the processes that serve connections (the monitor and its child), not what they started."""
-        level, found = {self.process.pid}, []
-        while level:
-            pids = map(int, filter(str.isdigit, os.listdir("/proc")))
-            level = {pid for pid in pids if _parent(pid) in level and _comm(pid).startswith("sshd")}
-            found += level
-        for pid in found:
+        for pid in self.pids()[1:]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+    def freeze(self) -> None:
+        """Stop sshd without a word: its connections stay open and nobody answers, new ones hang."""
+        frozen: set[int] = set()
+        while new := set(self.pids()) - frozen:  # it may have been about to fork
+            for pid in new:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP)
+            frozen |= new
+
+    def thaw(self) -> None:
+        for pid in self.pids():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+def descendants(pid: int) -> list[int]:
+    """All living descendants, parents before children."""
+    parents = {int(name): _parent(int(name)) for name in filter(str.isdigit, os.listdir("/proc"))}
+    found, level = [], [pid]
+    while level:
+        level = [child for child, parent in sorted(parents.items()) if parent in level]
+        found += level
+    return found
 
 
 def _comm(pid: int) -> str:
@@ -99,59 +135,102 @@ def free_port() -> int:
 
 
 @contextmanager
-def sshd(settings: str = "") -> Iterator[Sshd]:
-    """OpenSSH on loopback. As root it has the users rbbash and rbzsh with noisy start-up files; else only ourselves."""
+def sshd(
+    settings: str = "",
+    *,
+    address: str = "127.0.0.1",
+    launch: Callable[[Sequence[str]], subprocess.Popen[bytes]] | None = None,
+) -> Iterator[Sshd]:
+    """OpenSSH on `address`. As root it has a user for each shell, with noisy start-up files; else only ourselves.
+
+    `launch` starts the server's argv in another way than as our child, such as in a namespace.
+    """
     binary = shutil.which("sshd") or "/usr/sbin/sshd"
     assert os.path.exists(binary), "install openssh-server (.ci/run does)"
     root = Path(tempfile.mkdtemp(prefix="rb-sshd-"))
     root.chmod(0o755)
     users: dict[str, Path] = {}
+    accounts: dict[str, str] = {}
     process = None
     try:
         for name in ("key", "host_key"):
-            key = asyncssh.generate_private_key("ssh-ed25519")
-            key.write_private_key(str(root / name))
-            key.write_public_key(str(root / f"{name}.pub"))
-            (root / name).chmod(0o600)
+            make_key(root / name)
         if os.geteuid() == 0:
             Path("/run/sshd").mkdir(exist_ok=True)
-            for name, shell, rc in (("rbbash", "bash", ".bashrc"), ("rbzsh", "zsh", ".zshenv")):
-                program = shutil.which(shell)
-                assert program, f"install {shell} (.ci/run does)"
-                users[name] = _add_user(root, name, program, rc)
+            with _password_file():
+                for name, (shell, rc, noise) in SHELLS.items():
+                    program = shutil.which(shell)
+                    assert program, f"install {shell} (.ci/run does)"
+                    accounts[name] = _account_name(name)
+                    users[name] = _add_user(root / name, accounts[name], program, rc, noise)
         else:
             me = pwd.getpwuid(os.getuid())
             users[me.pw_name] = Path(me.pw_dir)
         port = free_port()
         shutil.copy(root / "key.pub", root / "authorized_keys")
         (root / "authorized_keys").chmod(0o644)
-        (root / "known_hosts").write_text(f"[127.0.0.1]:{port} {(root / 'host_key.pub').read_text()}")
+        (root / "known_hosts").write_text(f"[{address}]:{port} {(root / 'host_key.pub').read_text()}")
         (root / "sshd_config").write_text(
-            f"ListenAddress 127.0.0.1\nPort {port}\nHostKey {root}/host_key\nPidFile none\nStrictModes no\nUsePAM no\n"
+            f"ListenAddress {address}\nPort {port}\nHostKey {root}/host_key\nPidFile none\nStrictModes no\nUsePAM no\n"
             f"AuthorizedKeysFile {root}/authorized_keys\nPasswordAuthentication no\nPrintMotd no\n{settings}"
         )
-        with (root / "sshd.log").open("wb") as log:
-            process = subprocess.Popen([binary, "-D", "-e", "-f", root / "sshd_config"], stderr=log)
-        until(lambda: _listening(port))
-        yield Sshd(root, port, process, users)
+        process = (launch or _child)([binary, "-D", "-E", str(root / "sshd.log"), "-f", str(root / "sshd_config")])
+        until(lambda: process.poll() is not None or _listening(address, port))
+        assert process.poll() is None, (root / "sshd.log").read_text()
+        yield Sshd(root, address, port, process, users, accounts)
     finally:
         if process:
+            for pid in [process.pid, *descendants(process.pid)]:
+                if _comm(pid).startswith("sshd"):
+                    os.kill(pid, signal.SIGCONT)  # one that a test left frozen
             process.terminate()
             process.wait(10)
-        if os.geteuid() == 0:
-            for name in users:
+        with _password_file():
+            for name in accounts.values():
                 _drop_user(name)
         shutil.rmtree(root, ignore_errors=True)
 
 
-def _add_user(root: Path, name: str, shell: str, rc: str) -> Path:
-    home = root / name
-    _drop_user(name)
+def make_key(path: Path) -> None:
+    key = asyncssh.generate_private_key("ssh-ed25519")
+    key.write_private_key(str(path))
+    key.write_public_key(f"{path}.pub")
+    path.chmod(0o600)
+
+
+def _child(argv: Sequence[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(argv)
+
+
+_COUNT = iter(range(10**6))
+
+
+def _account_name(name: str) -> str:
+    """Unique on this machine: several runs of the tests may go on at once. It ends with who made it."""
+    return f"{name}{next(_COUNT)}-{os.getpid()}"
+
+
+@contextmanager
+def _password_file() -> Iterator[None]:
+    """One at a time, and nobody's users are left behind who was killed."""
+    if os.geteuid() != 0:
+        yield
+        return
+    with open("/run/lock/rigbook-lab", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for account in pwd.getpwall():
+            made = re.fullmatch(r"rb[a-z]+\d+-(\d+)", account.pw_name)
+            if made and not os.path.exists(f"/proc/{made[1]}"):
+                _drop_user(account.pw_name)
+        yield
+
+
+def _add_user(home: Path, name: str, shell: str, rc: str, noise: str) -> Path:
     subprocess.run(["useradd", "-M", "-d", str(home), "-s", shell, "-p", "*", name], check=True)
-    home.mkdir()
-    (home / rc).write_text(NOISE)
+    (home / rc).parent.mkdir(parents=True)
+    (home / rc).write_text(noise)
     account = pwd.getpwnam(name)
-    for path in (home, home / rc):
+    for path in (home, *home.rglob("*")):
         os.chown(path, account.pw_uid, account.pw_gid)
     return home
 
@@ -167,6 +246,7 @@ def _drop_user(name: str) -> None:
         subprocess.run(["userdel", "-f", name], check=False, capture_output=True)
 
 
-def _listening(port: int) -> bool:
+def _listening(address: str, port: int) -> bool:
     with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+        probe.settimeout(1)
+        return probe.connect_ex((address, port)) == 0
