@@ -180,10 +180,10 @@ def sshd(
         yield Sshd(root, address, port, process, users, accounts)
     finally:
         if process:
-            for pid in [process.pid, *descendants(process.pid)]:
-                if _comm(pid).startswith("sshd"):
-                    os.kill(pid, signal.SIGCONT)  # one that a test left frozen
-            process.terminate()
+            server = Sshd(root, address, port, process, users, accounts)
+            server.thaw()  # a test may have left it frozen
+            for pid in server.pids()[:1]:
+                os.kill(pid, signal.SIGTERM)
             process.wait(10)
         with _password_file():
             for name in accounts.values():
@@ -222,6 +222,7 @@ def _password_file() -> Iterator[None]:
             made = re.fullmatch(r"rb[a-z]+\d+-(\d+)", account.pw_name)
             if made and not os.path.exists(f"/proc/{made[1]}"):
                 _drop_user(account.pw_name)
+                shutil.rmtree(Path(account.pw_dir).parent, ignore_errors=True)
         yield
 
 

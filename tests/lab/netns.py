@@ -1,0 +1,190 @@
+"""A far machine: real sshd in namespaces of its own, behind a cable (a veth pair) that can be pulled out.
+
+    with far_host() as far:
+        async with Rig(far.project("rbbash")) as rig: …
+        far.cut()       # no packet passes, nobody is told: what a closed laptop lid or a dead switch looks like
+        far.restore()
+        far.freeze()    # the machine answers pings, but sshd does not answer
+
+Its processes are in a pid namespace too. When its first process dies, because the test ended or was killed, the kernel
+ends all of them and takes the cable away: nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv4Network
+from pathlib import Path
+
+import pytest
+
+from state.project import Project
+from tests.lab import rigs
+
+# Reserved for tests of network equipment (RFC 2544): no real machine has an address in it.
+NETWORK = IPv4Network("198.18.0.0/15")
+
+
+def run(*argv: str | Path, check: bool = True) -> str:
+    done = subprocess.run([str(word) for word in argv], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert done.returncode == 0 or not check, f"{argv}: {done.stderr or done.stdout}"
+    return done.stdout
+
+
+def require(*programs: str) -> None:
+    """Skip, with the reason, where this machine cannot give namespaces."""
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    for name in programs:
+        if shutil.which(name) is None:
+            pytest.skip(f"there is no {name}: .ci/run installs it")
+
+
+@dataclass
+class Namespace:
+    """Processes that see only each other: own network, pids and mounts."""
+
+    process: subprocess.Popen[bytes]
+    near: str = ""  # our end's address
+    far: str = ""  # its address
+
+    @property
+    def pid(self) -> int:
+        """Its first process, by our numbers."""
+        return rigs.descendants(self.process.pid)[0]
+
+    def start(self, argv: Sequence[str]) -> subprocess.Popen[bytes]:
+        """Its first process becomes this program."""
+        assert self.process.stdin
+        self.process.stdin.write(shlex.join(argv).encode() + b"\n")
+        self.process.stdin.close()
+        return self.process
+
+    def enter(self, *argv: str | Path, check: bool = True) -> str:
+        """Run something inside."""
+        return run("nsenter", "-t", str(self.pid), "-a", "--", *argv, check=check)
+
+    def cut(self) -> None:
+        run("nsenter", "-t", str(self.process.pid), "-n", "ip", "link", "set", "eth0", "down")
+
+    def restore(self) -> None:
+        run("nsenter", "-t", str(self.process.pid), "-n", "ip", "link", "set", "eth0", "up")
+
+    def end(self) -> None:
+        for pid in rigs.descendants(self.process.pid)[:1]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)  # pid 1 of the namespace: the kernel ends the others
+        self.process.kill()
+        self.process.wait(10)
+        if self.process.stdin:
+            self.process.stdin.close()
+
+
+def namespace(*, cable: bool = True, flags: Sequence[str] = ()) -> Namespace:
+    """New namespaces whose first process waits for `start`. The caller ends them."""
+    require("ip", "unshare", "nsenter", "setpriv")
+    own = ["--net"] if cable else []
+    command = ["setpriv", "--pdeathsig", "KILL", "unshare", *own, "--mount", "--pid", "--ipc", "--uts", *flags]
+    command += ["--fork", "--kill-child", "--mount-proc", "--", "/bin/sh", "-c", 'read -r line && eval "exec $line"']
+    process = subprocess.Popen(command, stdin=subprocess.PIPE)
+    made = Namespace(process)
+    try:
+        rigs.until(lambda: _inside(process))
+        if cable:
+            made.near, made.far = _plug(process.pid)
+        return made
+    except BaseException:
+        made.end()
+        raise
+
+
+def _inside(process: subprocess.Popen[bytes]) -> bool:
+    assert process.poll() is None, "unshare failed: its message is above"
+    for pid in rigs.descendants(process.pid)[:1]:
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{pid}/comm").read_text() == "sh\n"
+    return False
+
+
+def _plug(pid: int) -> tuple[str, str]:
+    """A cable from here into the network namespace of `pid`: the addresses of our end and of the far one."""
+    name = f"rb{pid}"
+    with open("/run/lock/rigbook-lab-net", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        near, far = _free_pair()
+        run("ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
+        run("ip", "addr", "add", f"{near}/30", "dev", name)
+    run("ip", "link", "set", name, "up")
+    inside = ("nsenter", "-t", str(pid), "-n", "ip")
+    run(*inside, "link", "set", "lo", "up")
+    run(*inside, "addr", "add", f"{far}/30", "dev", "eth0")
+    run(*inside, "link", "set", "eth0", "up")
+    # As over a router: a cut loses packets in silence, nobody is told after a second that there is no such neighbour.
+    run("ip", "neigh", "replace", far, "lladdr", run(*inside, "-br", "link", "show", "eth0").split()[2], "dev", name)
+    return near, far
+
+
+def _free_pair() -> tuple[str, str]:
+    used = {word.partition("/")[0] for word in run("ip", "-4", "-o", "addr").split()}
+    for start in range(int(NETWORK[0]), int(NETWORK[-1]), 4):
+        near, far = str(IPv4Address(start + 1)), str(IPv4Address(start + 2))
+        if near not in used:
+            return near, far
+    raise AssertionError("no free address")
+
+
+@dataclass
+class Far:
+    """A host on the other end of a cable. What it has of `rigs.Sshd` means the same."""
+
+    sshd: rigs.Sshd
+    space: Namespace
+
+    @property
+    def address(self) -> str:
+        return self.sshd.address
+
+    @property
+    def users(self) -> dict[str, Path]:
+        return self.sshd.users
+
+    def project(self, user: str, extra: str = "") -> Project:
+        return self.sshd.project(user, extra)
+
+    def cut(self) -> None:
+        """Pull the cable: what is sent is lost, and neither side hears of it."""
+        self.space.cut()
+
+    def restore(self) -> None:
+        self.space.restore()
+
+    def freeze(self) -> None:
+        self.sshd.freeze()
+
+    def thaw(self) -> None:
+        self.sshd.thaw()
+
+
+@contextmanager
+def far_host(settings: str = "", prepare: Callable[[Namespace], None] | None = None) -> Iterator[Far]:
+    """`prepare` may change mounts and the like in the namespace before sshd starts."""
+    space = namespace()
+    try:
+        if prepare:
+            prepare(space)
+        with rigs.sshd(settings, address=space.far, launch=space.start) as server:
+            try:
+                yield Far(server, space)
+            finally:
+                space.restore()
+    finally:
+        space.end()

@@ -1,0 +1,59 @@
+"""The lab's cable: what is cut is lost in silence, what is restored works, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from remote.connect import Rig
+from tests.lab import netns, rigs
+
+
+def test_a_far_host_is_a_machine_of_its_own() -> None:
+    with netns.far_host() as far:
+        first = far.space.enter("cat", "/proc/1/comm")
+        assert first == "sshd\n"
+        assert far.address in far.space.enter("ip", "-br", "addr", "show", "eth0")
+        far.cut()
+        with socket.socket() as silent:
+            silent.settimeout(0.5)
+            with pytest.raises(TimeoutError):  # not refused, not "no route": nobody says anything
+                silent.connect((far.address, far.sshd.port))
+        far.restore()
+        rigs.until(lambda: rigs._listening(far.address, far.sshd.port))
+    assert not Path(f"/proc/{far.space.process.pid}").exists()
+    assert far.space.near not in netns.run("ip", "-4", "addr")
+
+
+@pytest.mark.parametrize("user", [*rigs.SHELLS, "root"])
+async def test_every_user_of_it_can_work(user: str) -> None:
+    with netns.far_host() as far:
+        async with Rig(far.project(user)) as rig:
+            result = await (await rig.link("box")).run(["id", "-un"])
+    assert result.text().strip() == far.sshd.accounts.get(user, user) and result.stderr == b""
+
+
+def test_a_killed_run_leaves_nothing_that_stays() -> None:
+    netns.require("ip", "unshare", "nsenter", "setpriv")
+    script = (
+        "import os, sys\nfrom tests.lab.netns import far_host\n"
+        "with far_host() as far:\n print(far.space.near, far.sshd.root, flush=True)\n sys.stdin.read()"
+    )
+    pipe = subprocess.PIPE
+    killed = subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe, text=True)
+    assert killed.stdout and killed.stdin
+    near, root = killed.stdout.readline().split()
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    killed.stdin.close()
+    killed.stdout.close()
+    rigs.until(lambda: near not in netns.run("ip", "-4", "addr"))
+    with rigs.sshd():  # the next run clears up what only it can: users, files
+        assert not os.path.exists(root)
+        assert f"-{killed.pid}:" not in netns.run("getent", "passwd")
