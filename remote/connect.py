@@ -17,7 +17,7 @@ import os
 import random
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["Channel", "Link", "LocalLink", "Result", "Rig"]
 
 Feed = bytes | AsyncIterator[bytes]
-Sink = Callable[[bytes], None]
+Sink = Callable[[bytes], Awaitable[None] | None]  # one that is awaited holds the far side back
 CHUNK = 256 * 1024
 ENDING = 3.0  # s that we wait for a command to end after we asked it to
 
@@ -262,8 +262,8 @@ async def _drain(read: Callable[[], object], marker: shell.Marker, sink: Sink) -
         if not data:
             return
         own = marker.feed(data)
-        if own:
-            sink(own)
+        if own and (taking := sink(own)) is not None:
+            await taking
 
 
 class LocalChannel:

@@ -14,6 +14,13 @@ EXPLAIN: dict[str, str] = {
     "file.no-space": "The far disk is full. The file keeps what it held before; nothing half-written has its name.",
     "file.not-directory": "A part of the path is a file.",
     "file.not-found": "There is no such file, or its directory is missing.",
+    "file.link-loop": "The name is a symbolic link that leads back to itself.",
+    "file.too-big": "The file system there, or a limit of the user's, allows no file of that size.",
+    "file.io": "The disk there reported an error; its kernel log (dmesg) says more. The file keeps what it held.",
+    "file.mismatch": "What arrived is not what was sent: the digests of the two ends differ, or the file changed while "
+    "it was copied. Nothing was put in place.",
+    "file.special": "The name is a device, a socket or a pipe. Replacing one by a file would break what uses it.",
+    "file.failed": "The far side could not do it; its own words are quoted.",
     "file.quota": "The user's disk quota on the far side is used up. The file keeps what it held before.",
     "file.read-only": "The file system is mounted read-only; after an I/O error kernels do that by themselves.",
     "file.short": "The copy ended early. Nothing was put in place; try again.",
