@@ -73,6 +73,17 @@ class Namespace:
         """Run something inside."""
         return run("nsenter", "-t", str(self.pid), "-a", "--", *argv, check=check)
 
+    def forward(self) -> None:
+        """Be a router for guests: each has a pair of addresses, ours and its own, behind this host."""
+        run("nsenter", "-t", str(self.process.pid), "-n", "sh", "-c", "echo 1 >/proc/sys/net/ipv4/ip_forward")
+        run("ip", "route", "add", f"{IPv4Address(self.near) - 1}/28", "via", self.far)
+
+    def guest_pair(self, index: int) -> tuple[str, str]:
+        """The addresses of guest 0, 1 or 2: the host's end, and the guest's."""
+        assert index in (0, 1, 2)
+        first = IPv4Address(self.far) + 3 + 4 * index
+        return str(first), str(first + 1)
+
     def cut(self) -> None:
         run("nsenter", "-t", str(self.process.pid), "-n", "ip", "link", "set", "eth0", "down")
 
@@ -135,7 +146,7 @@ def _plug(pid: int) -> tuple[str, str]:
 
 def _free_pair() -> tuple[str, str]:
     used = {word.partition("/")[0] for word in run("ip", "-4", "-o", "addr").split()}
-    for start in range(int(NETWORK[0]), int(NETWORK[-1]), 4):
+    for start in range(int(NETWORK[0]), int(NETWORK[-1]), 16):  # one pair for the cable, three for guests
         near, far = str(IPv4Address(start + 1)), str(IPv4Address(start + 2))
         if near not in used:
             return near, far

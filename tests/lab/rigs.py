@@ -191,8 +191,8 @@ def sshd(
         shutil.rmtree(root, ignore_errors=True)
 
 
-def make_key(path: Path) -> None:
-    key = asyncssh.generate_private_key("ssh-ed25519")
+def make_key(path: Path, kind: str = "ssh-ed25519") -> None:
+    key = asyncssh.generate_private_key(kind)
     key.write_private_key(str(path))
     key.write_public_key(f"{path}.pub")
     path.chmod(0o600)
