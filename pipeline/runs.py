@@ -28,7 +28,6 @@ from state.events import RunKind, RunStatus
 from state.journal import Journal
 from state.project import Project, find
 
-POLL_SECONDS = 0.4
 STAGE_PACKAGES = (str(Path(__file__).parent),)  # stages travel as source
 
 
@@ -144,25 +143,27 @@ async def follow(work: Work, link: Link, run: str, name: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     seen = 0
     waited = 1.0
-    while True:
-        try:
-            link = await work.rig.link(link.name)  # made anew where it was lost
-            ended = await jobs.mirror(link, run, folder)
-            waited = 1.0
-        except RigbookError as error:
-            if error.exit_code != UNREACHABLE:
-                raise
-            # The job goes on without us. We come back with growing patience.
-            work.report(Update(run, name, "unreachable", {"message": str(error), "retry_in": waited}))
-            await asyncio.sleep(waited)
-            waited = min(waited * 2, 60.0)
-            continue
+
+    def tell() -> None:
+        nonlocal seen, waited
+        waited = 1.0
         for offset, event in event_lines(folder / "events.jsonl", seen):
             seen = offset
             work.report(Update(run, name, event["kind"], event))
-        if ended:
-            return
-        await asyncio.sleep(POLL_SECONDS)
+
+    while True:
+        try:
+            link = await work.rig.link(link.name)  # made anew where it was lost
+            if await jobs.mirror(link, run, folder, live=True, grew=tell):
+                tell()
+                return
+        except RigbookError as error:
+            if error.exit_code != UNREACHABLE:
+                raise
+            # The job goes on without us. We look again often: once the link is back, everything is to be here soon.
+            work.report(Update(run, name, "unreachable", {"message": str(error), "retry_in": waited}))
+            await asyncio.sleep(waited)
+            waited = min(waited * 1.5, 3.0)
 
 
 def event_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:

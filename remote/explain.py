@@ -50,8 +50,9 @@ EXPLAIN: dict[str, str] = {
     "job.several": "Several hosts have a job of that id: say which with --host.",
     "job.unknown": "The job was not found on the hosts that answered, and at least one did not answer.",
     "job.bad-id": "A job's id is a directory's name on its host: letters, digits, dot, underscore, dash.",
-    "job.file-shrank": "Job files only grow. This one is shorter than what was read from it, so it was truncated or "
-    "replaced; the local copy is left as it is.",
+    "job.copy-cut": "The local copy of a job's file became shorter while it was written. The next try goes on "
+    "from its size.",
+    "job.file-reset": "Job files only grow. This one was replaced, cut or rewritten on its host while it was read.",
     "job.no-package": "A source directory that was to travel with the job is not there.",
     "job.reserved-name": "spec.json and supervisor.pyz in a job directory are rigbook's own.",
     "probe.failed": "The probe answered that it could not do what was asked; its reason is quoted.",

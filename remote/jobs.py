@@ -18,11 +18,24 @@ from typing import Any, Literal
 
 from remote import files, shell
 from remote.connect import Link, backoff
-from remote.follow import follow, mirror
+from remote.follow import Piece, follow, mirror, pieces
 from remote.probe import ship
 from state.errors import UNREACHABLE, USAGE, RigbookError
 
-__all__ = ["JobSpec", "JobStatus", "follow", "jobs_dir", "list_jobs", "mirror", "status", "stop", "submit", "wait"]
+__all__ = [
+    "JobSpec",
+    "JobStatus",
+    "Piece",
+    "follow",
+    "jobs_dir",
+    "list_jobs",
+    "mirror",
+    "pieces",
+    "status",
+    "stop",
+    "submit",
+    "wait",
+]
 
 State = Literal["running", "finished", "vanished", "lost_reboot", "unknown", "absent"]
 ENDED = frozenset({"finished", "vanished", "lost_reboot"})

@@ -5,12 +5,10 @@ None means "could not be seen". A GPU list is `none` only when nothing of the dr
 
 import json
 import os
-import platform
-import shutil
 import subprocess
 import sys
 import time
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Optional, Set, Tuple
 
 from remote.probe import procs
 
@@ -60,7 +58,7 @@ def system() -> Dict[str, Any]:
         "uptime": uptime,
         "boot_id": procs.boot_id(),
         "init": one.comm if one else None,
-        "python": {"path": sys.executable, "version": platform.python_version()},
+        "python": {"path": sys.executable, "version": "%d.%d.%d" % sys.version_info[:3]},
         "user": {"uid": os.geteuid(), "home": os.path.expanduser("~")},
         "pid_namespace": procs.namespace(os.getpid()),
     }
@@ -164,41 +162,6 @@ def space(path: str) -> Dict[str, Any]:
     return {"path": path, "free": found.f_bavail * found.f_frsize, "total": found.f_blocks * found.f_frsize}
 
 
-def processes(all: bool = True) -> List[Dict[str, Any]]:
-    """Every process that we can see, or only those that carry our marker."""
-    found = []
-    for pid in procs.pids():
-        marked = procs.markers(pid)
-        if not all and not marked:
-            continue
-        now = procs.stat(pid)
-        if now is None:
-            continue
-        status = _table("/proc/%d/status" % pid, ":")
-        try:
-            memory: Optional[int] = int(status["VmRSS"].split()[0]) * 1024
-        except (KeyError, ValueError, IndexError):
-            memory = None  # a kernel thread has none
-        found.append(
-            {
-                "pid": pid,
-                "ppid": now.ppid,
-                "starttime": now.starttime,
-                "pgrp": now.pgrp,
-                "session": now.session,
-                "uid": int(status.get("Uid", "-1").split()[0]),
-                "state": now.state,
-                "name": now.comm,
-                "command": procs.command(pid),
-                "rss": memory,
-                "threads": int(status.get("Threads", "0")),
-                "job": marked.get("RIGBOOK_JOB"),
-                "run": marked.get("RIGBOOK_RUN"),
-            }
-        )
-    return found
-
-
 def listeners() -> List[Dict[str, Any]]:
     """Who listens on which TCP port. `pids` is empty (`pid` None) when the owner is one whom we may not see."""
     sockets = procs.listening()
@@ -234,6 +197,25 @@ print(json.dumps({"version": platform.python_version(), "prefix": sys.prefix, "p
 """
 
 
+CHILDREN: Set["subprocess.Popen[bytes]"] = set()  # those that run now: they end with us
+
+
+def run(argv: List[str], seconds: float) -> Tuple[int, bytes, bytes]:
+    """(exit code, stdout, stderr) of a program, which gets back the memory that we deny ourselves."""
+    lifted = ["/bin/sh", "-c", 'ulimit -S -d "$(ulimit -H -d)" 2>/dev/null;exec "$@"', "sh", *argv]
+    child = subprocess.Popen(lifted, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    CHILDREN.add(child)
+    try:
+        out, err = child.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.communicate()
+        raise
+    finally:
+        CHILDREN.discard(child)
+    return child.returncode, out, err
+
+
 def env(python: str, packages: Optional[List[str]] = None) -> Dict[str, Any]:
     """A Python environment: `ok` with versions, `missing`, or `failed` with the reason."""
     python = os.path.expanduser(python)
@@ -243,17 +225,11 @@ def env(python: str, packages: Optional[List[str]] = None) -> Dict[str, Any]:
         return found
     try:
         # -P is newer than 3.9; -I keeps the working directory and the user's site out, which is what we want.
-        asked = subprocess.run(
-            [python, "-I", "-c", _ASK, *(packages or PACKAGES)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            timeout=30,
-        )
-        if asked.returncode != 0:
-            last = asked.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
-            raise ValueError(last[0] if last else "exit code %d" % asked.returncode)
-        found.update(json.loads(asked.stdout), state="ok")
+        code, out, err = run([python, "-I", "-c", _ASK, *(packages or PACKAGES)], 30)
+        if code != 0:
+            last = err.decode("utf-8", "replace").strip().splitlines()[-1:]
+            raise ValueError(last[0] if last else "exit code %d" % code)
+        found.update(json.loads(out), state="ok")
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         found.update(state="failed", reason=str(error))
     return found
@@ -274,27 +250,23 @@ _GPU_NUMBERS = {"index": 1, "memory.total": 1 << 20, "memory.used": 1 << 20, "ut
 
 def gpus() -> Dict[str, Any]:
     """{state: ok | none | failed, gpus, reason}. Bytes and percent; what the driver does not tell is None, never 0."""
-    program = shutil.which("nvidia-smi", path=os.environ.get("PATH", "") + ":/usr/bin:/usr/lib/wsl/lib")
+    folders = [*os.environ.get("PATH", "").split(":"), "/usr/bin", "/usr/lib/wsl/lib"]
+    programs = [folder + "/nvidia-smi" for folder in folders if os.access(folder + "/nvidia-smi", os.X_OK)]
     nodes = [name for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdigit()]
-    if program is None:
+    if not programs:
         if nodes:
             reason = "there are %d GPU devices in /dev but no nvidia-smi" % len(nodes)
             return {"state": "failed", "gpus": [], "reason": reason}
         return {"state": "none", "gpus": [], "reason": "no nvidia-smi and no /dev/nvidia*"}
     try:
         # A wedged driver blocks nvidia-smi for good: the bound is what keeps the probe alive.
-        asked = subprocess.run(
-            [program, "--query-gpu=" + ",".join(_GPU_FIELDS), "--format=csv,noheader,nounits"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=20,
-        )
+        code, out, err = run([programs[0], "--query-gpu=" + ",".join(_GPU_FIELDS), "--format=csv,noheader,nounits"], 20)
     except (OSError, subprocess.TimeoutExpired) as error:
         return {"state": "failed", "gpus": [], "reason": str(error)}
-    text = asked.stdout.decode("utf-8", "replace").strip()
-    if asked.returncode != 0:
-        return {"state": "failed", "gpus": [], "reason": text[:300]}
+    text = out.decode("utf-8", "replace").strip()
+    if code != 0:
+        said = (text + "\n" + err.decode("utf-8", "replace")).strip()
+        return {"state": "failed", "gpus": [], "reason": said[:300]}
     return {"state": "ok", "gpus": parse_gpus(text), "reason": ""}
 
 

@@ -13,13 +13,11 @@ State, in this order: exit.json: finished; another boot id: lost in a reboot; lo
 start time) alive: running; else vanished. Nobody guesses from a connection that failed.
 """
 
-import base64
 import contextlib
 import fcntl
 import json
 import os
-import time
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Optional, Tuple
 
 from remote.probe import procs
 
@@ -140,33 +138,29 @@ def listing(root: str) -> List[Dict[str, Any]]:
     return sorted(jobs, key=lambda job: (job.get("started", 0), job["id"]))
 
 
-def read(directory: str, file: str, offset: int, limit: int, wait: float) -> Dict[str, Any]:
-    """Up to `limit` bytes of a job's file from `offset`, waiting up to `wait` seconds for some.
+def over(directory: str) -> bool:
+    """Whether nothing more can come from this job."""
+    return state(directory)["state"] in (*ENDED, "absent")
 
-    `ended` is looked at BEFORE the bytes: when it is true and no byte came, there will never be more. Looked at
-    after, the last lines that the job wrote between the two would be lost.
-    """
-    if file.startswith("/") or ".." in file.split("/"):
-        raise ValueError("a job's file is named relative to its directory")
-    path = os.path.join(directory, file)
-    deadline = time.monotonic() + wait
-    while True:
-        now = state(directory)["state"]
-        ended = now in ENDED or now == "absent"
-        try:
-            with open(path, "rb") as opened:
-                info = os.fstat(opened.fileno())
-                opened.seek(offset)
-                data = opened.read(limit)
-            inode, size = info.st_ino, info.st_size
-        except FileNotFoundError:
-            data, inode, size = b"", 0, 0
-        if data or ended or size < offset or time.monotonic() >= deadline:
-            return {
-                "state": now,
-                "ended": ended,
-                "inode": inode,
-                "size": size,
-                "data": base64.b64encode(data).decode(),
-            }
-        time.sleep(0.03)
+
+def holes(directory: str, file: str) -> List[Tuple[int, int]]:
+    """[from, to) of what the log quota dropped from a file, in order."""
+    if file != "out.log":
+        return []
+    try:
+        with open(os.path.join(directory, "holes.json"), "rb") as opened:
+            return [(int(low), int(high)) for low, high in json.loads(opened.read())["out.log"]]
+    except FileNotFoundError:
+        return []
+
+
+def job(jobs: str, id: str) -> Dict[str, Any]:
+    return state(os.path.join(root(jobs), id))
+
+
+def jobs(jobs: str) -> List[Dict[str, Any]]:
+    return listing(root(jobs))
+
+
+def root(jobs: str) -> str:
+    return os.path.realpath(os.path.expanduser(jobs))

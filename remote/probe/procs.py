@@ -80,7 +80,8 @@ def command(pid: int, limit: int = 400) -> str:
             text = file.read(16384)
     except OSError:
         return ""
-    return text.rstrip(b"\0").replace(b"\0", b" ").decode("utf-8", "replace")[:limit]
+    # On one line, whatever an argument holds: `python -c` is given whole programs.
+    return " ".join(text.replace(b"\0", b" ").decode("utf-8", "replace").split())[:limit]
 
 
 def markers(pid: int) -> Dict[str, str]:

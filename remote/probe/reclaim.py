@@ -13,6 +13,14 @@ from typing import Any, Dict, List, Optional, Set, Tuple
 from remote.probe import jobdir, procs
 
 
+def holders(jobs: str) -> Dict[str, Any]:
+    return scan(os.path.expanduser(jobs))
+
+
+def reclaim(jobs: str, items: List[Dict[str, Any]], grace: float) -> List[Dict[str, Any]]:
+    return apply(os.path.expanduser(jobs), items, grace)
+
+
 def scan(jobs: str) -> Dict[str, Any]:
     """All processes with provenance, or with a GPU, and their class: orphan, live, foreign, protected."""
     jobs = os.path.realpath(jobs)

@@ -1,29 +1,42 @@
-"""The probe's modules as what travels: source for a Python that reads it from stdin, or an archive that it runs."""
+"""The probe's modules as what travels: source for a Python that reads it from stdin, or an archive that it runs.
+
+Of the probe only what answers at all is sent first; a module travels ahead of the first call that needs it.
+"""
 
 from __future__ import annotations
 
 import io
+import re
 import zipfile
 import zlib
 from functools import cache
 from importlib import resources
 
-MODULES = ("procs", "jobdir", "supervisor", "host", "reclaim", "program")
+FIRST = ("procs", "program")
+LATER = ("jobdir", "host", "sampling", "reclaim", "tail")
+SUPERVISOR = ("procs", "jobdir", "supervisor")
+MODULES = tuple(dict.fromkeys((*FIRST, *LATER, *SUPERVISOR)))
 
 # Sent as argv, so it is short and says nothing. argv[1] is the length of what follows on stdin.
 BOOT = "import sys,zlib;r=sys.stdin.buffer;n=int(sys.argv[1]);exec(zlib.decompress(r.read(n)))"
 
+# An importer of what was sent. Compiled only when imported; without docstrings, which would be a tenth of the memory.
 _LOADER = """
 import sys, types
-def _load(name, source):
-    module = types.ModuleType(name)
-    sys.modules[name] = module
-    parent, _, child = name.rpartition(".")
-    if parent:
-        setattr(sys.modules[parent], child, module)
-    exec(compile(source, "<rigbook %s>" % name, "exec"), module.__dict__)
-_load("remote", "")
-_load("remote.probe", "")
+sent = {}
+class Sent:
+    def find_spec(self, name, path=None, target=None):
+        if name in sent: return type(sys.__spec__)(name, self)
+    def create_module(self, spec): return None
+    def exec_module(self, module):
+        name = module.__name__
+        exec(compile(sent.pop(name), "<rigbook %s>" % name, "exec", optimize=2), module.__dict__)
+sys.meta_path.insert(0, Sent())
+for name in ("remote", "remote.probe"):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = []
+sys.modules["remote"].probe = sys.modules["remote.probe"]
+sys.modules["remote"].SENT = sent
 """
 
 
@@ -32,18 +45,33 @@ def source(module: str) -> str:
 
 
 @cache
+def needs(module: str) -> frozenset[str]:
+    """The module and all of the probe's that it imports."""
+    found = {module}
+    for line in re.findall(r"^\s*from remote\.probe import (.+)$", source(module), re.MULTILINE):
+        for name in re.split(r",\s*", line.partition("#")[0].strip()):
+            found |= needs(name)
+    return frozenset(found)
+
+
+@cache
 def payload() -> bytes:
-    """zlib-packed source that loads every module and runs the probe with the arguments after the length."""
-    loads = "".join(f"_load('remote.probe.{name}', {source(name)!r})\n" for name in MODULES)
-    text = f"{_LOADER}{loads}sys.modules['remote.probe.program'].main(sys.argv[2:])\n"
+    """zlib-packed source that starts the probe with the arguments after the length."""
+    sent = "".join(f"sent['remote.probe.{name}'] = {source(name)!r}\n" for name in FIRST)
+    text = f"{_LOADER}{sent}import remote.probe.program\nsys.modules['remote.probe.program'].main(sys.argv[2:])\n"
     return zlib.compress(text.encode(), 9)
+
+
+@cache
+def packed(module: str) -> bytes:
+    return zlib.compress(source(module).encode(), 9)
 
 
 @cache
 def archive() -> bytes:
     """supervisor.pyz: the same bytes for the same source, so that equal jobs have equal directories."""
     buffer = io.BytesIO()
-    files = {f"remote/probe/{name}.py": source(name) for name in ("procs", "jobdir", "supervisor")}
+    files = {f"remote/probe/{name}.py": source(name) for name in SUPERVISOR}
     files["remote/__init__.py"] = files["remote/probe/__init__.py"] = ""
     files["__main__.py"] = "import sys\nfrom remote.probe.supervisor import main\nsys.exit(main(sys.argv[1:]))\n"
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as packed:

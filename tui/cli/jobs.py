@@ -155,8 +155,8 @@ def show(id: str = typer.Argument(..., help="The job."), host: str = HOST) -> No
         from remote.jobs import follow
 
         log = bytearray()
-        async for _, data in follow(link, id, until_end=False):
-            log = (log + data)[-4000:]
+        async for _, data in follow(link, id, offset=-4000, until_end=False):
+            log += data
         return link.name, job, bytes(log)
 
     where, job, log = _on(id, host, work)
@@ -182,16 +182,21 @@ def logs(
     """
 
     async def work(link: Link, job: JobStatus) -> None:
-        from remote.jobs import follow
+        from remote.jobs import pieces
 
         rest = b""
-        async for _, data in follow(link, id, file, until_end=follow_):
-            if ctx.json:
-                *whole, rest = (rest + data).split(b"\n")
+        async for piece in pieces(link, id, file, until_end=follow_, lost=lambda error: say(f"waiting: {error}")):
+            if piece.skipped:
+                say(f"[{piece.skipped} bytes dropped by the log quota]")
+            elif piece.reset:
+                say(f"[{file} was {piece.reset} there: it begins again]")
+                rest = b""
+            elif ctx.json:
+                *whole, rest = (rest + piece.data).split(b"\n")
                 for each in whole:
                     emit({"line": each.decode("utf-8", "replace")})
             else:
-                sys.stdout.buffer.write(data)
+                sys.stdout.buffer.write(piece.data)
                 sys.stdout.buffer.flush()
         if rest:
             emit({"line": rest.decode("utf-8", "replace")})
