@@ -18,6 +18,7 @@ import random
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self
 
@@ -26,6 +27,7 @@ from remote.result import Result
 from state.errors import UNREACHABLE, USAGE, RigbookError
 
 if TYPE_CHECKING:
+    from remote.dial import Dialer
     from remote.probe.client import Probe
     from state.project import Host, Project
 
@@ -63,6 +65,9 @@ class Link(ABC):
         self._state_dir: str | None = None
         self._probe: Probe | None = None
         self._probe_lock = asyncio.Lock()
+
+    async def ready(self) -> None:  # noqa: B027  nothing to do where there is no connection
+        """Connected, or an error that says why not."""
 
     def route(self) -> dict[str, str]:
         """How we got there, in words: kind, and for SSH address, user and host key."""
@@ -163,18 +168,22 @@ class Link(ABC):
             return Result("unknown", reason="the link was lost before the command's end was reported", host=self.name)
         if not markers[0].seen:
             noise = (markers[0].noise + markers[1].noise).decode("utf-8", "replace").strip()[:300]
-            raise RigbookError(
-                "host.no-shell",
-                f"the login shell ended (code {code}) before our command began: {noise or 'it printed nothing'}",
-                host=self.name,
-                hint="Can this user run commands? `ssh HOST true` should print nothing and succeed.",
-                exit_code=UNREACHABLE,
-            )
+            raise self._no_shell(code, noise)
         if timeout is not None and clock() - started >= timeout and (code in (124, 137) or signal_name == "KILL"):
             return Result("timeout", reason=f"stopped after its {timeout:g} s", host=self.name)
         if signal_name is not None:
             return Result("signaled", None, signal_name, host=self.name)
         return Result("exited", code, host=self.name)
+
+    def _no_shell(self, code: int | None, noise: str) -> RigbookError:
+        """The error for a way in that ended before our command began."""
+        return RigbookError(
+            "host.no-shell",
+            f"the login shell ended (code {code}) before our command began: {noise or 'it printed nothing'}",
+            host=self.name,
+            hint="Can this user run commands? `ssh HOST true` should print nothing and succeed.",
+            exit_code=UNREACHABLE,
+        )
 
     async def python(self) -> str:
         """The far side's Python >= 3.9, as an absolute path."""
@@ -329,11 +338,16 @@ class LocalLink(Link):
 
 
 class Rig:
-    """The hosts of a project. Links are made when asked for and closed together."""
+    """The hosts of a project. Links are made when asked for and closed together.
 
-    def __init__(self, project: Project) -> None:
+    `accept_new` takes the key of a machine that nobody vouched for and keeps it: trust on first use, never the default.
+    """
+
+    def __init__(self, project: Project, *, accept_new: bool = False) -> None:
         self.project = project
+        self._accept_new = accept_new
         self._links: dict[str, Link] = {}
+        self._dialer: Dialer | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -341,26 +355,37 @@ class Rig:
     async def __aexit__(self, *_: object) -> None:
         await asyncio.gather(*(link.aclose() for link in self._links.values()), return_exceptions=True)
         self._links.clear()
+        if self._dialer is not None:
+            await self._dialer.aclose()
+            self._dialer = None
 
     async def link(self, name: str) -> Link:
         """The link to a host of the project. Raises host.* when it cannot be reached now."""
-        link = self._links.get(name)
-        if link is None:
-            link = self._links[name] = self._make(name)
-        if not isinstance(link, LocalLink):
-            await link.ready()  # type: ignore[attr-defined]
+        link = self._link(name)
+        await link.ready()
         return link
 
-    def _make(self, name: str) -> Link:
+    def _link(self, name: str, inner: tuple[str, ...] = ()) -> Link:
+        """The link, which may not be connected. `inner` are the guests that are reached through it."""
+        link = self._links.get(name)
+        if link is None:
+            if name in inner:
+                raise RigbookError(
+                    "host.no-route", f"it runs on itself: {' on '.join([*inner, name])}", host=name, exit_code=USAGE
+                )
+            link = self._links[name] = self._make(name, inner)
+        return link
+
+    def _make(self, name: str, inner: tuple[str, ...]) -> Link:
         host = self.project.hosts.get(name)
         if host is None:
             known = ", ".join(self.project.hosts) or "none"
             raise RigbookError(
                 "host.not-declared", f"no host {name!r} in rigbook.toml (there are: {known})", exit_code=USAGE
             )
-        if host.kind == "local":
+        if host.reached_by == "local":
             return LocalLink(name, host)
-        if host.ssh is None:
+        if host.reached_by == "none":
             raise RigbookError(
                 "host.no-route",
                 f"no way to reach it: `hosts.{name}.ssh` is not set",
@@ -368,13 +393,36 @@ class Rig:
                 hint='Set ssh = "user@address" or an alias of your ssh config.',
                 exit_code=USAGE,
             )
+        if host.reached_by in ("pct", "agent"):
+            from remote.proxmox import through_host
+
+            assert host.on is not None
+            return through_host(name, host, self._link(host.on, (*inner, name)))
+        from remote.dial import Dialer
         from remote.ssh import SSHLink
 
         root = self.project.root
+        if self._dialer is None:
+            self._dialer = Dialer(root / ".rigbook" / "known_hosts", accept_new=self._accept_new)
         config = self.project.project.ssh_config
-        return SSHLink(name, host, config=root / config if config else None, pins=root / ".rigbook" / "known_hosts")
+        vouch = partial(self.vouched, name) if host.on and host.vmid and host.on not in inner else None
+        return SSHLink(name, host, self._dialer, config=root / config if config else None, vouch=vouch)
+
+    async def vouched(self, name: str) -> list[str]:
+        """A guest's own host keys, told by the machine that it runs on, whose key is trusted. [] when that cannot be
+        asked: then the guest's key stays unknown."""
+        from remote.proxmox import host_keys
+
+        host = self.project.hosts[name]
+        if host.on is None or host.vmid is None:
+            return []
+        try:
+            return await host_keys(name, host, await self.link(host.on))
+        except RigbookError:
+            return []
 
 
 def backoff(attempt: int) -> float:
-    """Seconds before try number `attempt` (from 1): full jitter, so that many clients do not knock together."""
-    return random.uniform(0.05, min(4.0, 0.25 * 2**attempt))
+    """Seconds before try number `attempt` (from 1): full jitter, so that many clients do not knock together. Capped, so
+    that a link that is back is found soon."""
+    return random.uniform(0.05, min(1.5, 0.25 * 2**attempt))

@@ -169,12 +169,12 @@ def _write_config(root: Path, alive: dict[str, dict[str, Any]]) -> None:
             "  HostName 127.0.0.1",
             f"  Port {ready['port']}",
             "  User demo",
-            # `%` begins a token here. In the other one asyncssh, whose word counts, expands none.
+            # `%` begins a token in file names.
             f"  IdentityFile {_quoted(root / 'client_key').replace('%', '%%')}",
             "  IdentitiesOnly yes",
             "  IdentityAgent none",
             f"  HostKeyAlias {name}",
-            f"  UserKnownHostsFile {_quoted(known)}",
+            f"  UserKnownHostsFile {_quoted(known).replace('%', '%%')}",
             "  ForwardAgent no",
         ]
     temporary = root / "ssh_config.tmp"

@@ -26,17 +26,29 @@ EXPLAIN: dict[str, str] = {
     "file.short": "The copy ended early. Nothing was put in place; try again.",
     "file.bad-name": "A name in an archive would lead out of the directory it is for. Nothing was sent.",
     "host.bad-address": "`ssh` of a host is an alias from the ssh config, user@host, or user@host:port.",
+    "guest.absent": "The Proxmox host has no guest of that number. After a migration it is on another node.",
+    "guest.input-too-large": "`qm guest exec` takes 1 MiB of input. Larger files need ssh into the VM.",
+    "guest.no-agent": "qemu-guest-agent does not run in the VM, or is not enabled for it in Proxmox.",
+    "guest.no-proxmox": "Guests without ssh are reached by `pct` and `qm`, which belong to root on a Proxmox host.",
+    "guest.not-running": "The guest is stopped. `rigbook guests start NAME` starts it.",
+    "guest.old-pct": "pct before Proxmox VE 8.1 cannot leave the host's environment behind; rigbook then does it.",
+    "host.bootstrap-only": "The guest agent runs one command and gives its output at the end. That is enough to set up "
+    "ssh, and for nothing that streams.",
     "host.key-changed": "The machine shows another host key than the one on file. After a reinstallation that is "
     "expected: compare the fingerprint on the machine's console (ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub), "
     "then remove the old one with the ssh-keygen -R line that the error gives. Otherwise somebody may be in between.",
-    "host.key-revoked": "known_hosts marks this key with @revoked. rigbook does not talk to it.",
+    "host.key-locked": "The only keys that could be shown are locked by a passphrase. rigbook never asks for one: "
+    "`ssh-add FILE` unlocks it for the agent, once a session.",
+    "host.key-revoked": "known_hosts marks this key with @revoked, or the file that RevokedHostKeys names lists it (or "
+    "cannot be read: then nothing is trusted). rigbook does not talk to it.",
     "host.key-unknown": "No known_hosts file holds a key for this machine. rigbook never trusts a key because it is "
-    "the first: compare the fingerprint on the console, then log in once with ssh, which stores it.",
+    "the first: compare the fingerprint on the console, then `rigbook hosts trust HOST`. A guest with `on` and `vmid` "
+    "needs no such question: its key is asked for through its Proxmox host.",
     "host.login-refused": "The machine answers but does not let this user in: wrong user, or no key of yours is in "
     "its authorized_keys, or the key is locked and no agent holds it. `ssh HOST true` shows the same.",
     "host.no-config": "The file that project.ssh_config names is not there. Paths are relative to rigbook.toml.",
     "host.no-python": "Jobs and probes need Python 3.9 or newer on the host, with its standard library only.",
-    "host.no-route": "The host has no `ssh`. Give it an address or an alias.",
+    "host.no-route": "The host has no `ssh`. Give it an address or an alias; a guest can do with `on` and `vmid`.",
     "host.no-session": "sshd accepts the connection but opens no session on it: look at MaxSessions and its log.",
     "host.no-shell": "The login shell ended before our command began. Often an account without a shell, or a start-up "
     "file that calls exit or exec.",

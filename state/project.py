@@ -270,17 +270,28 @@ def _dangling(raw: dict[str, Any], origin: _Origin) -> list[tuple[int, str]]:
                 problems.append(_unknown_reference(path, value, known if isinstance(known, dict) else {}, what, origin))
     hosts = raw.get("hosts")
     for name, host in hosts.items() if isinstance(hosts, dict) else ():
-        if isinstance(host, dict) and "ssh" not in host and host.get("kind") in ("proxmox", "vm", "linux"):
-            problems.append((origin.line(("hosts", name)), f"hosts.{name}.ssh: missing; a {host['kind']} needs it"))
-        if (
-            isinstance(host, dict)
-            and "ssh" not in host
-            and host.get("kind") == "lxc"
-            and not ("on" in host and "vmid" in host)
-        ):
-            text = f"hosts.{name}: an lxc needs either ssh, or on and vmid (then it is reached by `pct exec`)"
-            problems.append((origin.line(("hosts", name)), text))
+        if isinstance(host, dict) and (text := _no_way(host)):
+            problems.append((origin.line(("hosts", name)), f"hosts.{name}{text}"))
     return problems
+
+
+def _no_way(host: dict[str, Any]) -> str:
+    """Why nobody could reach this host, or ""."""
+    kind, route, guest = host.get("kind"), host.get("route"), "on" in host and "vmid" in host
+    if route == "ssh" and "ssh" not in host:
+        return '.ssh: missing; route = "ssh" needs it'
+    for name, needed in (("pct", "lxc"), ("agent", "vm")):
+        if route == name and not (kind == needed and guest):
+            return f'.route: "{name}" is for kind = "{needed}" with on and vmid'
+    if "ssh" in host or route is not None:
+        return ""
+    if kind in ("proxmox", "linux"):
+        return f".ssh: missing; a {kind} needs it"
+    if kind == "vm" and not guest:
+        return ".ssh: missing; a vm needs either ssh, or on and vmid (then only its guest agent can be asked)"
+    if kind == "lxc" and not guest:
+        return ": an lxc needs either ssh, or on and vmid (then it is reached by `pct exec`)"
+    return ""
 
 
 def _matches(raw: Any, pattern: tuple[str, ...], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

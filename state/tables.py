@@ -13,6 +13,7 @@ from state.outline import Outline
 
 T = TypeVar("T")
 Value = str | int | float | bool
+Route = Literal["ssh", "pct", "agent"]
 HostKind = Literal["proxmox", "lxc", "vm", "linux", "local"]
 EngineName = Literal["sglang", "vllm", "reference"]
 
@@ -50,10 +51,26 @@ class Host(Table):
     vmid: int | None = Field(default=None, ge=1, description="its number on the Proxmox host")
     ssh: str | None = Field(
         default=None,
-        description="anything ssh understands: an alias or user@host[:port]; needed for every host but `local` ones",
+        description="anything ssh understands: an alias or user@host[:port]; a guest can do without, by on and vmid",
+    )
+    route: Route | None = Field(
+        default=None,
+        description="how it is reached; default: ssh where that is set, else pct (lxc) or the guest agent (vm)",
     )
     state_dir: str = Field(default="~/.local/state/rigbook", description="where jobs live on that host; never /tmp")
     played: bool = Field(default=False, description="a stand-in that the demo plays; shown as such everywhere")
+
+    @property
+    def reached_by(self) -> Literal["local", "ssh", "pct", "agent", "none"]:
+        """The way that its links take."""
+        if self.kind == "local":
+            return "local"
+        if self.route is not None:
+            return self.route
+        if self.ssh is not None:
+            return "ssh"
+        guests: dict[str, Literal["pct", "agent"]] = {"lxc": "pct", "vm": "agent"}
+        return guests.get(self.kind, "none") if self.on and self.vmid else "none"
 
 
 class Env(Table):

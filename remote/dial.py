@@ -1,0 +1,396 @@
+"""Making one SSH connection as `ssh` would, and saying in one sentence why there is none.
+
+A `Dialer` belongs to a Rig: connections to jump hosts are shared by all that lies behind them, and nobody, however
+many hosts are asked for at once, has more than a few logins in progress on one sshd (MaxStartups, 10 by default,
+after which OpenSSH drops connections at random).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shlex
+import socket
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import asyncssh
+
+from remote import hostkeys, identity, resolve
+from remote.connect import backoff
+from remote.resolve import Resolved, Target
+from state.errors import UNREACHABLE, USAGE, RigbookError
+
+AT_ONCE = 6  # logins in progress on one sshd
+TRIES = 4  # for what a busy sshd does to a connection before login; nothing has run then, so it is safe to knock again
+DEPTH = 8  # jump hosts behind jump hosts
+CONNECT_S, LOGIN_S = 10.0, 20.0
+# To a host that answered before. Short, since the next knock may be the one that finds the link back: a TCP connection
+# whose first packets were lost waits 1, 3, 7 s between its own attempts.
+AGAIN_CONNECT_S, AGAIN_LOGIN_S = 2.5, 8.0
+KEEPALIVE_S, KEEPALIVE_TRIES = 4, 3  # a peer that is gone without a word is noticed within 16 s
+HAPPY_S = 0.25  # before the next address of a name is tried beside the first (RFC 8305)
+
+Vouch = Callable[[], Awaitable[list[str]]]
+
+
+@dataclass
+class Line:
+    """A connection, and how it came about."""
+
+    connection: asyncssh.SSHClientConnection
+    resolved: Resolved
+    host_key: str  # fingerprint, and the CA that signed it
+    via: str  # the jump hosts or the ProxyCommand; "" for none
+
+
+class Dialer:
+    def __init__(self, pins: Path, *, accept_new: bool = False) -> None:
+        self._pins = pins
+        self._accept_new = accept_new
+        self._gates: dict[tuple[str, int], asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(AT_ONCE))
+        self._hops: dict[tuple[object, ...], asyncio.Task[Line]] = {}
+
+    async def aclose(self) -> None:
+        for task in self._hops.values():
+            if task.done() and not task.cancelled() and not task.exception():
+                task.result().connection.close()
+            task.cancel()
+        self._hops.clear()
+
+    async def dial(
+        self, name: str, target: Target, config: Path | None, *, again: bool = False, vouch: Vouch | None = None
+    ) -> Line:
+        """Connected and logged in. `again`: it answered before. `vouch` tells a machine's keys over a trusted way."""
+        try:
+            resolved = await _resolve(target, config)
+            try:
+                return await self._line(name, resolved, again=again)
+            except RigbookError as error:
+                # A jump host's key is not this guest's.
+                if error.id != "host.key-unknown" or vouch is None or "jump host" in error.message:
+                    raise
+                if not (keys := await vouch()):
+                    raise
+                hostkeys.pin(self._pins, name, 22, *keys)
+                return await self._line(name, resolved, again=again)
+        except RigbookError as error:
+            error.host = error.host or name
+            raise
+
+    async def _line(self, name: str, resolved: Resolved, *, again: bool, depth: int = 0) -> Line:
+        """`name` is the host's in the project, under which its key may be pinned; "" for a jump host."""
+        hops, tunnel = resolved.jumps, None
+        for position, hop in enumerate(hops):
+            tunnel = await self._hop(name, hop, resolved.config, tunnel, position == 0, again, depth)
+        via = " → ".join(hop.words()[-1] for hop in hops)
+        return await self._login(name, resolved, tunnel.connection if tunnel else None, via, again)
+
+    async def _hop(
+        self, name: str, hop: Target, config: Path | None, through: Line | None, first: bool, again: bool, depth: int
+    ) -> Line:
+        """The shared connection to a jump host."""
+        if depth >= DEPTH:
+            raise RigbookError(
+                "host.ssh-config", f"ProxyJump leads in a circle at {hop.host}", host=name, exit_code=USAGE
+            )
+        key = (hop, config, id(through.connection) if through else None)
+        task = self._hops.get(key)
+        if task is None or (task.done() and _gone(task)):
+
+            async def make() -> Line:
+                resolved = await _resolve(hop, config)
+                if not first:  # it is reached from the hop before it, whatever its own config says
+                    resolved = replace(resolved, jumps=(), proxy_command=None)
+                    assert through is not None
+                    return await self._login("", resolved, through.connection, "", again)
+                return await self._line("", resolved, again=again, depth=depth + 1)
+
+            task = self._hops[key] = asyncio.ensure_future(make())
+        try:
+            return await asyncio.shield(task)
+        except RigbookError as error:
+            raise RigbookError(
+                error.id,
+                f"jump host {hop.host}: {error.message}",
+                host=name,
+                hint=error.hint,
+                exit_code=error.exit_code,
+            ) from error
+
+    async def _login(self, name: str, resolved: Resolved, tunnel: Any, via: str, again: bool) -> Line:
+        for attempt in range(1, TRIES + 1):
+            watcher = hostkeys.Watcher(await self._judge(name, resolved))
+            try:
+                async with self._gates[(resolved.host, resolved.port)]:
+                    connection = await self._connect(resolved, tunnel, watcher, again)
+            except (asyncssh.HostKeyNotVerifiable, asyncssh.KeyExchangeFailed) as error:
+                if watcher.refused is None:
+                    raise _unreachable(name, resolved, error, via) from error
+                raise hostkeys.refusal(name, resolved.where(), watcher.refused, self._pins) from error
+            except (asyncssh.ConnectionLost, ConnectionResetError, BrokenPipeError) as error:
+                # A server that takes connections and then says nothing is not a busy one.
+                if attempt == TRIES or "timeout" in str(error):
+                    raise _unreachable(name, resolved, error, via) from error
+                await asyncio.sleep(backoff(attempt))
+            except (TimeoutError, OSError, asyncssh.Error, ValueError) as error:
+                raise _unreachable(name, resolved, error, via) from error
+            else:
+                judge = watcher.judge
+                if judge.accepted and judge.shown is not None:
+                    where = (name, 22) if name else resolved.where()
+                    hostkeys.pin(self._pins, *where, judge.shown.export_public_key().decode())
+                return Line(connection, resolved, judge.told(), via or resolved.proxy_command or "")
+        raise AssertionError("the loop above ends by return or raise")
+
+    async def _judge(self, name: str, resolved: Resolved) -> hostkeys.Judge:
+        lines = ""
+        if resolved.known_hosts_command:
+            host, port = resolved.where()
+            tokens = {"H": f"[{host}]:{port}" if port != 22 else host, "h": resolved.host, "p": str(resolved.port),
+                      "r": resolved.user, "n": resolved.target.host, "I": "HOSTNAME"}  # fmt: skip
+            lines = await asyncio.to_thread(hostkeys.from_command, resolved.known_hosts_command, tokens)
+        return hostkeys.Judge(
+            resolved.where(), self._pins, name, resolved.known_hosts, resolved.revoked, lines, self._accept_new
+        )
+
+    async def _connect(
+        self, resolved: Resolved, tunnel: Any, watcher: hostkeys.Watcher, again: bool
+    ) -> asyncssh.SSHClientConnection:
+        connect_s = AGAIN_CONNECT_S if again else float(resolved.one("connecttimeout") or CONNECT_S)
+        offer = await identity.offer(resolved)
+        if not offer.pairs and offer.unusable and resolved.named_identities and not offer.locked:
+            raise RigbookError(
+                "host.ssh-config",
+                f"the ssh config for {resolved.target.host} cannot be used: {'; '.join(offer.unusable)}",
+                hint=f"What does `{by_hand(resolved)}` say?",
+                exit_code=USAGE,
+            )
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                where: dict[str, Any] = {"tunnel": tunnel}
+                proxy: _Proxy | None = None
+                if tunnel is None and resolved.proxy_command:
+                    proxy = await stack.enter_async_context(_proxied(resolved.proxy_command))
+                    where = {"sock": proxy.socket}
+                elif tunnel is None:
+                    where = {"sock": await _tcp(resolved, connect_s)}
+                try:
+                    connection = await asyncssh.connect(
+                        resolved.host,
+                        resolved.port,
+                        config=None,
+                        **where,
+                        **_algorithms(resolved),
+                        server_host_key_algs=watcher.judge.algorithms(),
+                        known_hosts=([], [], []),
+                        client_factory=partial(_same, watcher),
+                        username=resolved.user,
+                        client_keys=offer.pairs or None,
+                        agent_path=None,
+                        agent_forwarding=False,
+                        password_auth=False,
+                        kbdint_auth=False,
+                        host_based_auth=False,
+                        gss_auth=resolved.on("gssapiauthentication"),
+                        gss_kex=False,
+                        pkcs11_provider=resolved.one("pkcs11provider"),
+                        x509_trusted_certs=None,
+                        x509_trusted_cert_paths=(),
+                        tcp_keepalive=True,
+                        connect_timeout=connect_s + LOGIN_S if tunnel is not None else None,
+                        login_timeout=AGAIN_LOGIN_S if again else LOGIN_S,
+                        keepalive_interval=KEEPALIVE_S,
+                        keepalive_count_max=KEEPALIVE_TRIES,
+                    )
+                except (asyncssh.ConnectionLost, ConnectionResetError, BrokenPipeError) as error:
+                    if proxy is not None:
+                        raise ConnectionAbortedError(await proxy.said(str(error))) from error
+                    raise
+                stack.pop_all()  # the proxy lives as long as the connection: it ends when its socket closes
+                return connection
+        except asyncssh.PermissionDenied as error:
+            raise _refused(resolved, error, offer) from error
+        finally:
+            offer.close()
+
+
+def _gone(task: asyncio.Task[Line]) -> bool:
+    return task.cancelled() or task.exception() is not None or task.result().connection.is_closed()
+
+
+async def _resolve(target: Target, config: Path | None) -> Resolved:
+    return await asyncio.to_thread(resolve.resolve, target, config)
+
+
+def _same(watcher: hostkeys.Watcher) -> hostkeys.Watcher:
+    return watcher
+
+
+# --- the wire -------------------------------------------------------------------------------------------------------
+
+
+async def _tcp(resolved: Resolved, seconds: float) -> socket.socket:
+    """A connected socket. A name with several addresses is tried at them in turn, a little apart."""
+    loop = asyncio.get_running_loop()
+    family = {"inet": socket.AF_INET, "inet6": socket.AF_INET6}.get(resolved.one("addressfamily") or "", 0)
+    try:
+        found = socket.getaddrinfo(
+            resolved.host, resolved.port, family, socket.SOCK_STREAM, 0, socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+        )
+    except socket.gaierror:
+        found = await loop.getaddrinfo(resolved.host, resolved.port, family=family, type=socket.SOCK_STREAM)
+    bind = resolved.one("bindaddress")
+
+    async def one(place: int) -> socket.socket:
+        await asyncio.sleep(place * HAPPY_S)
+        kind, type_, protocol, _, address = found[place]
+        wire = socket.socket(kind, type_, protocol)
+        try:
+            wire.setblocking(False)
+            wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if bind:
+                wire.bind((bind, 0))
+            await loop.sock_connect(wire, address)
+        except BaseException:
+            wire.close()
+            raise
+        return wire
+
+    async with asyncio.timeout(seconds):
+        if len(found) == 1:
+            return await one(0)
+        tries = [asyncio.ensure_future(one(place)) for place in range(len(found))]
+        chosen: socket.socket | None = None
+        error: BaseException = OSError("no address")
+        try:
+            for done in asyncio.as_completed(tries):
+                try:
+                    chosen = await done
+                    return chosen
+                except OSError as failed:
+                    error = failed
+            raise error
+        finally:
+            for task in tries:
+                task.cancel()
+                if task.done() and not task.cancelled() and not task.exception() and task.result() is not chosen:
+                    task.result().close()
+
+
+class _Proxy:
+    def __init__(self, process: asyncio.subprocess.Process, wire: socket.socket) -> None:
+        self.process, self.socket = process, wire
+
+    async def said(self, otherwise: str) -> str:
+        """What it complained about; that is the reason, and the closed connection only the result."""
+        assert self.process.stderr
+        try:
+            text = await asyncio.wait_for(self.process.stderr.read(4096), 1.0)
+        except TimeoutError:
+            text = b""
+        return f"ProxyCommand: {text.decode('utf-8', 'replace').strip()[-300:] or otherwise}"
+
+
+@contextlib.asynccontextmanager
+async def _proxied(command: str) -> AsyncIterator[_Proxy]:
+    """A ProxyCommand as OpenSSH runs it, on a socket of its own, so that its bytes do not pass through Python twice."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    process = None
+    try:
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                "/bin/sh",
+                "-c",
+                f"exec {command}",
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=asyncio.subprocess.PIPE,
+                start_new_session=True,
+            )
+        yield _Proxy(process, ours)
+    finally:
+        ours.close()
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+
+
+def _algorithms(resolved: Resolved) -> dict[str, Any]:
+    """What the config asks for, as far as asyncssh knows it; AES-GCM first where it asks for nothing."""
+    from asyncssh.encryption import get_default_encryption_algs, get_encryption_algs
+    from asyncssh.kex import get_kex_algs
+    from asyncssh.mac import get_mac_algs
+    from asyncssh.public_key import get_certificate_algs, get_public_key_algs
+
+    usual = [name.decode() for name in get_default_encryption_algs()]
+    # asyncssh would ask for ChaCha20 first; with AES instructions GCM is half as fast again.
+    chosen: dict[str, Any] = {"encryption_algs": sorted(usual, key=lambda name: "-gcm@" not in name)}
+    for key, option, known in (
+        ("ciphers", "encryption_algs", get_encryption_algs),
+        ("kexalgorithms", "kex_algs", get_kex_algs),
+        ("macs", "mac_algs", get_mac_algs),
+        ("pubkeyacceptedalgorithms", "signature_algs", lambda: [*get_public_key_algs(), *get_certificate_algs()]),
+    ):
+        if wanted := resolved.names(key):
+            have = {name.decode() for name in known()}
+            if not (both := [name for name in wanted if name in have]):
+                raise RigbookError(
+                    "host.ssh-config",
+                    f"{key} of {resolved.target.host}: none of {', '.join(wanted)} is known here",
+                    exit_code=USAGE,
+                )
+            chosen[option] = both
+    if resolved.on("compression"):
+        chosen["compression_algs"] = ["zlib@openssh.com", "none"]
+    if preferred := resolved.names("preferredauthentications"):
+        chosen["preferred_auth"] = preferred
+    return chosen
+
+
+# --- sentences ------------------------------------------------------------------------------------------------------
+
+
+def by_hand(resolved: Resolved) -> str:
+    return shlex.join([*resolve.by_hand(resolved.target, resolved.config), "true"])
+
+
+def _shown(resolved: Resolved) -> str:
+    return resolved.target.words()[-1]
+
+
+def _unreachable(name: str, resolved: Resolved, error: BaseException, via: str) -> RigbookError:
+    said = str(error) or ("no answer in time" if isinstance(error, TimeoutError) else type(error).__name__)
+    through = f" through {via}" if via else ""
+    return RigbookError(
+        "host.unreachable",
+        f"no connection to {_shown(resolved)}{through}: {said}",
+        host=name,
+        hint=f"Is it up? Try `{by_hand(resolved)}`.",
+        exit_code=UNREACHABLE,
+    )
+
+
+def _refused(resolved: Resolved, error: BaseException, offer: identity.Offer) -> RigbookError:
+    """Let in nowhere: a locked key is told apart from a key that the server does not know."""
+    if offer.locked:
+        files = " ".join(shlex.quote(str(path)) for path in offer.locked)
+        return RigbookError(
+            "host.key-locked",
+            f"{_shown(resolved)} does not let us in, and {files} is locked by a passphrase that no agent holds",
+            hint=f"ssh-add {files}",
+            exit_code=UNREACHABLE,
+        )
+    also = f" ({'; '.join(offer.unusable)})" if offer.unusable else ""
+    none = "" if offer.pairs else ", and there is no key to show it"
+    return RigbookError(
+        "host.login-refused",
+        f"{_shown(resolved)} does not let {resolved.user} in{none}: {error}{also}",
+        hint=f"Does `{by_hand(resolved)}` work without a question?",
+        exit_code=UNREACHABLE,
+    )
