@@ -28,7 +28,7 @@ def test_a_far_host_is_a_machine_of_its_own() -> None:
         far.restore()
         rigs.until(lambda: rigs._listening(far.address, far.sshd.port))
     assert not Path(f"/proc/{far.space.process.pid}").exists()
-    assert far.space.near not in netns.run("ip", "-4", "addr")
+    assert f"rb{far.space.process.pid}" not in netns.run("ip", "-br", "link")
 
 
 @pytest.mark.parametrize("user", [*rigs.SHELLS, "root"])
@@ -48,12 +48,12 @@ def test_a_killed_run_leaves_nothing_that_stays() -> None:
     pipe = subprocess.PIPE
     killed = subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe, text=True)
     assert killed.stdout and killed.stdin
-    near, root = killed.stdout.readline().split()
+    first, root = killed.stdout.readline().split()
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     killed.stdin.close()
     killed.stdout.close()
-    rigs.until(lambda: near not in netns.run("ip", "-4", "addr"))
+    rigs.until(lambda: f"rb{first}" not in netns.run("ip", "-br", "link"))
     with rigs.sshd():  # the next run clears up what only it can: users, files
         assert not os.path.exists(root)
         assert f"-{killed.pid}:" not in netns.run("getent", "passwd")

@@ -96,22 +96,27 @@ class Namespace:
                 os.kill(pid, signal.SIGKILL)  # pid 1 of the namespace: the kernel ends the others
         self.process.kill()
         self.process.wait(10)
+        run("ip", "link", "del", f"rb{self.process.pid}", check=False)  # the kernel would, but some time later
         if self.process.stdin:
             self.process.stdin.close()
 
 
-def namespace(*, cable: bool = True, flags: Sequence[str] = ()) -> Namespace:
-    """New namespaces whose first process waits for `start`. The caller ends them."""
+def namespace(cgroup: Path | None = None) -> Namespace:
+    """New namespaces whose first process waits for `start`. The caller ends them.
+
+    `cgroup` is an empty control group (version 2) to put them in, and all that they see of control groups.
+    """
     require("ip", "unshare", "nsenter", "setpriv")
-    own = ["--net"] if cable else []
-    command = ["setpriv", "--pdeathsig", "KILL", "unshare", *own, "--mount", "--pid", "--ipc", "--uts", *flags]
+    command = ["setpriv", "--pdeathsig", "KILL"]
+    if cgroup:
+        command += ["/bin/sh", "-c", 'echo $$ >"$0/cgroup.procs" && exec "$@"', str(cgroup)]
+    command += ["unshare", "--net", "--mount", "--pid", "--ipc", "--uts", *(["--cgroup"] if cgroup else [])]
     command += ["--fork", "--kill-child", "--mount-proc", "--", "/bin/sh", "-c", 'read -r line && eval "exec $line"']
     process = subprocess.Popen(command, stdin=subprocess.PIPE)
     made = Namespace(process)
     try:
         rigs.until(lambda: _inside(process))
-        if cable:
-            made.near, made.far = _plug(process.pid)
+        made.near, made.far = _plug(process.pid)
         return made
     except BaseException:
         made.end()

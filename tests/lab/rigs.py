@@ -60,6 +60,16 @@ def played(root: Path, names: dict[str, str] | None = None) -> Iterator[Project]
         demo_rig.stop(root)
 
 
+def write_project(root: Path, address: str, port: int, user: str, extra: str = "") -> Project:
+    """A project in `root` with one host, `box`: the sshd at that address, whose keys lie there. `extra` are lines for
+    the ssh config."""
+    (root / "ssh_config").write_text(
+        f"Host box\n  HostName {address}\n  Port {port}\n  User {user}\n  IdentityFile {root}/key\n"
+        f"  IdentitiesOnly yes\n  IdentityAgent none\n  UserKnownHostsFile {root}/known_hosts\n{extra}"
+    )
+    return project(root, '[hosts.box]\nkind = "linux"\nssh = "box"\n')
+
+
 @dataclass
 class Sshd:
     """A running OpenSSH server. `users` are those who may log in with `key`; as root, root may as well."""
@@ -72,12 +82,7 @@ class Sshd:
     accounts: dict[str, str]  # name -> name in the password file, which no other run of the tests has
 
     def project(self, user: str, extra: str = "") -> Project:
-        (self.root / "ssh_config").write_text(
-            f"Host box\n  HostName {self.address}\n  Port {self.port}\n  User {self.accounts.get(user, user)}\n"
-            f"  IdentityFile {self.root}/key\n"
-            f"  IdentitiesOnly yes\n  IdentityAgent none\n  UserKnownHostsFile {self.root}/known_hosts\n{extra}"
-        )
-        return project(self.root, '[hosts.box]\nkind = "linux"\nssh = "box"\n')
+        return write_project(self.root, self.address, self.port, self.accounts.get(user, user), extra)
 
     def pids(self) -> list[int]:
         """sshd's processes: the listener first, then those that serve connections; not what they started."""
