@@ -26,12 +26,13 @@ SETTLE_S = 10.0  # a port may stay bound for a moment after its process is gone
 
 @dataclass(frozen=True)
 class Item:
-    """One process that outlived its job, with what it holds."""
+    """One process that is to go, with what it holds."""
 
     pid: int
     starttime: int  # clock ticks since boot
     boot_id: str
     pid_namespace: str | None
+    kind: str  # orphan | unclaimed | foreign: see remote/probe/classes.py
     job: str
     run: str
     job_name: str
@@ -41,6 +42,11 @@ class Item:
     rss: int | None  # bytes; None: not to be seen
     ports: tuple[int, ...]
     gpu_files: tuple[str, ...]
+    cgroup: str | None = None
+    exe: str | None = None
+    seen_until: int = 0  # clock ticks since boot when it was planned: what is younger was not seen
+    evidence: tuple[str, ...] = ()  # why one without a mark is believed to be nobody's
+    gpu_bytes: dict[str, int | None] = field(default_factory=dict)  # GPU's UUID -> bytes; None: not told
 
 
 @dataclass(frozen=True)
@@ -124,7 +130,7 @@ def describe(item: Item) -> str:
 async def plan(link: Link) -> Plan:
     """Look for processes of ended jobs on this host. Changes nothing."""
     seen = await (await link.probe()).call("holders", jobs=await jobs_dir(link))
-    items = tuple(_item(entry) for entry in seen["processes"] if entry["class"] == "orphan")
+    items = tuple(_item(entry, seen) for entry in seen["processes"] if entry["class"] == "orphan")
     kept = tuple(
         f"pid {e['pid']} ({e['class']}, {e['why']}): {e['command'][:100]}"
         for e in seen["processes"]
@@ -137,14 +143,23 @@ async def plan(link: Link) -> Plan:
 def _id(host: str, items: tuple[Item, ...]) -> str:
     """A plan's id stands for what it would do, so that a plan that was changed is no plan."""
     text = json.dumps(
-        [host, [(item.boot_id, item.pid_namespace, item.pid, item.starttime, item.job) for item in items]]
+        [host, [(i.boot_id, i.pid_namespace, i.pid, i.starttime, i.kind, i.job, i.cgroup, i.exe) for i in items]]
     )
     return "clean-" + hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
-def _item(entry: Mapping[str, Any]) -> Item:
-    values = {name: entry[name] for name in Item.__dataclass_fields__}
-    return Item(**{**values, "ports": tuple(entry["ports"]), "gpu_files": tuple(entry["gpu_files"])})
+def _item(entry: Mapping[str, Any], seen: Mapping[str, Any]) -> Item:
+    names = ("pid", "starttime", "boot_id", "pid_namespace", "run", "job_name", "provenance", "command", "rss")
+    return Item(
+        **{name: entry[name] for name in (*names, "cgroup", "exe")},
+        kind=entry["class"],
+        job=entry["job_id"],
+        job_state=entry["job_state"] or "",
+        ports=tuple(entry["ports"]),
+        gpu_files=tuple(entry["gpu_files"]),
+        evidence=tuple(entry["evidence"]),
+        seen_until=seen["ticks"],
+    )
 
 
 def plan_from(data: Any) -> Plan:
@@ -189,7 +204,7 @@ async def apply(link: Link, what: Plan, *, grace: float = GRACE) -> Outcome:
                 break
     left = [e for e in after["processes"] if e["class"] == "orphan"]
     jobs_planned = {item.job for item in what.items}
-    of_these_jobs = [e for e in left if e["job"] in jobs_planned]
+    of_these_jobs = [e for e in left if e["job_id"] in jobs_planned]
     return Outcome(
         plan=what.id,
         host=link.name,
@@ -201,7 +216,7 @@ async def apply(link: Link, what: Plan, *, grace: float = GRACE) -> Outcome:
         rss_after=sum(e["rss"] or 0 for e in remaining),
         memory_available_before=before["memory_available"],
         memory_available_after=after["memory_available"],
-        left=tuple(describe(_item(e)) for e in left),
+        left=tuple(describe(_item(e, after)) for e in left),
         seconds=round(time.monotonic() - began, 2),
     )
 

@@ -174,7 +174,7 @@ def test_a_signal_reaches_only_the_process_that_was_meant() -> None:
     assert procs.send(process.pid, identity.starttime, signal.SIGKILL) is False
 
 
-ITEM = cleanup.Item(7, 9, "boot", None, "job", "run", "name", "vanished", "marker", "sleep", 1, (80,), ())
+ITEM = cleanup.Item(7, 9, "boot", None, "orphan", "job", "run", "name", "vanished", "marker", "sleep", 1, (80,), ())
 
 
 def test_only_the_plan_that_was_made_is_read_back() -> None:

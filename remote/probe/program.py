@@ -47,8 +47,10 @@ CALLS = {
     "processes": "sampling.processes",
     "job": "jobdir.job",
     "jobs": "jobdir.jobs",
-    "holders": "reclaim.holders",
+    "holders": "reclaim.all_holders",
     "reclaim": "reclaim.reclaim",
+    "gpu_look": "gpulook.gpu_look",
+    "nvml_load": "nvml.load",
 }
 STREAMS = {"follow": "tail.follow", "live": "sampling.live"}
 

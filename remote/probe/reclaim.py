@@ -1,71 +1,203 @@
 """What dead work still holds, and giving it back. Standard library and Python 3.9 syntax only.
 
-A process is an *orphan* only by provenance: it carries the marker of a job of this very state directory (or that job's
-supervisor saw it), and that job has ended. Names, command lines and parents say nothing: an engine's worker often
-hangs under a shell, and somebody else's server looks just like ours. Everything else is left alone and listed as such.
+Whose a process is, `classes` says, from what is gathered here: the mark of a job of this very state directory (or that
+job's supervisor saw it), whether that job has ended, who launched it, what it serves. Names and command lines say
+nothing: an engine's worker often hangs under a shell, and somebody else's server looks just like ours.
+
+A plan is frozen: it names processes by identity, and every one is judged anew right before every signal. What has
+changed in the least is left alone, and told.
 """
 
 import os
 import signal
+import socket
 import time
-from typing import Any, Dict, List, Optional, Set, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Set, Tuple
 
-from remote.probe import jobdir, procs
+from remote.probe import classes, holders, jobdir, nvml, procs
 
-
-def holders(jobs: str) -> Dict[str, Any]:
-    return scan(os.path.expanduser(jobs))
-
-
-def reclaim(jobs: str, items: List[Dict[str, Any]], grace: float) -> List[Dict[str, Any]]:
-    return apply(os.path.expanduser(jobs), items, grace)
+Process = Dict[str, Any]
+SCANNER = holders.Scanner()
+GIVEN = ("orphan", "unclaimed")  # classes that may be given back; foreign work only when it was named one by one
+CONNECT_S = 0.3
 
 
-def scan(jobs: str) -> Dict[str, Any]:
-    """All processes with provenance, or with a GPU, and their class: orphan, live, foreign, protected."""
-    jobs = os.path.realpath(jobs)
-    states = {job["id"]: job for job in jobdir.listing(jobs)}
-    trees = _trees(jobs, states)
-    sockets = procs.listening()
-    own = procs.ancestors(os.getpid())
-    boot, here = procs.boot_id(), procs.namespace(os.getpid())
+def all_holders(jobs: str, **more: Any) -> Dict[str, Any]:
+    return scan(os.path.expanduser(jobs), **more)
+
+
+def reclaim(jobs: str, items: List[Dict[str, Any]], grace: float, **more: Any) -> List[Dict[str, Any]]:
+    return apply(os.path.expanduser(jobs), items, grace, **more)
+
+
+class World:
+    """What a judgement needs to know beside the process itself; looked up once a scan."""
+
+    def __init__(self, jobs: str, interpreters: Iterable[str]) -> None:
+        self.jobs = os.path.realpath(jobs)
+        self.interpreters = list(interpreters)
+        self.states = {job["id"]: job for job in jobdir.listing(self.jobs)}
+        self.trees = _trees(self.jobs, self.states)
+        self.own = procs.ancestors(os.getpid())
+        self.net = holders._link("/proc/self/ns/net")
+        self.answers: Dict[Tuple[str, int], bool] = {}
+
+
+def scan(jobs: str, interpreters: Iterable[str] = ()) -> Dict[str, Any]:
+    """All processes with provenance, or with a GPU, and their class; and what NVML says beside them."""
+    world = World(jobs, interpreters)
+    gpus = nvml.read()
+    named = {entry["pid"] for gpu in gpus["gpus"] for entry in nvml.listed(gpu)}
+    seen = SCANNER.scan(named, deep=True)
+    if any(p["threads"].get("D") for p in seen["processes"]):
+        # A disk at work or stuck for good? Only time tells the two apart.
+        time.sleep(classes.STUCK_S + 0.1)
+        seen = SCANNER.scan(named)
+    found = {p["pid"]: p for p in seen["processes"]}
+    table = {pid: now for pid in procs.pids() for now in [procs.stat(pid)] if now is not None}
+    sockets = {"socket:[%s]" % inode: entry["port"] for inode, entry in procs.listening().items()}
+    for pid, now in table.items():
+        if pid not in found and _provenance(pid, now.starttime, world)[0] and procs.alive(pid, now.starttime):
+            found[pid] = bare(pid, now, table, sockets)
+    judge(found, table, world)
+    entries = sorted(found.values(), key=lambda p: (p["starttime"], p["pid"]))
+    return {
+        "boot_id": seen["boot_id"],
+        "memory_available": _available(),
+        "at": time.time(),
+        "ticks": seen["ticks"],
+        "processes": entries,
+        "missing": seen["missing"],
+        "nvml": gpus,
+    }
+
+
+def gpu_processes(
+    scanner: holders.Scanner, jobs: str, interpreters: Iterable[str], named: Iterable[int], deep: bool
+) -> Dict[str, Any]:
+    """The holders of GPUs alone, each with its class: what is looked at again and again."""
+    seen = scanner.scan(named, deep)
+    found = {p["pid"]: p for p in seen["processes"]}
+    if found:
+        table = {pid: now for pid in _family(found) for now in [procs.stat(pid)] if now is not None}
+        judge(found, table, World(jobs, interpreters))
+    return seen
+
+
+def _family(found: Dict[int, Process]) -> Set[int]:
+    pids = set(found)
+    for p in found.values():
+        pids.update((p["ppid"], p["pgrp"], p["session"]))
+    return pids
+
+
+def bare(pid: int, now: procs.Stat, table: Dict[int, procs.Stat], sockets: Dict[str, int]) -> Process:
+    """A process that holds no GPU, in the same words."""
+    p = holders.describe(pid, now, table, sockets)
+    states = procs.thread_states(pid)
+    p.update(nodes={}, gpus=[], threads={state: states.count(state) for state in set(states)}, stuck=[], readable=True)
+    return p
+
+
+def judge(found: Dict[int, Process], table: Dict[int, procs.Stat], world: World) -> None:
+    """Add `class` and `why` to every process, and the evidence that they rest on."""
+    children: Dict[int, List[int]] = {}
+    for pid, now in table.items():
+        children.setdefault(now.ppid, []).append(pid)
+    for p in found.values():
+        _evidence(p, table, world)
+    for p in found.values():
+        below = _below(p["pid"], children)
+        p["live_children"] = any(found[pid]["answers"] for pid in below if pid in found)
+    while True:
+        for p in found.values():
+            p["class"], p["why"] = classes.classify(p)
+        # What dead work launched is dead work, too.
+        late = [
+            p
+            for p in found.values()
+            if not p["reparented"] and found.get(p["ppid"], {}).get("class") in ("unclaimed", "unkillable")
+        ]
+        if not late:
+            break
+        for p in late:
+            p["reparented"] = True
+    for p in found.values():
+        job = p["job"] or {}
+        p["run"] = p["markers"].get("RIGBOOK_RUN", "")
+        p["job_name"], p["job_state"] = job.get("name", ""), job.get("state")
+        p["evidence"] = classes.evidence(p) if p["class"] == "unclaimed" else []
+        p["gpu_files"] = sorted(node for node in p["nodes"] if node.startswith("/dev/nvidia"))
+        p["job_id"] = job.get("id", "")
+        p["provenance"] = job.get("by", "")
+
+
+def _below(pid: int, children: Dict[int, List[int]]) -> List[int]:
+    found, level = [], [pid]
+    while level:
+        level = [child for parent in level for child in children.get(parent, [])]
+        found += level
+    return found
+
+
+def _evidence(p: Process, table: Dict[int, procs.Stat], world: World) -> None:
+    id, by = _provenance(p["pid"], p["starttime"], world)
+    ours = bool(id) and not id.startswith("other:")
+    known = world.states.get(id, {}) if ours else {}
+    p["job"] = {"id": id, "by": by, "ours": ours, "state": known.get("state"), "name": known.get("name", "")}
+    if not id:
+        p["job"] = None
+    p["own"] = p["pid"] in world.own
+    parent = table.get(p["ppid"])
+    # A session is inherited: who is in another one than its parent, and did not open it, was not launched by it.
+    p["reparented"] = parent is not None and 0 != p["session"] != p["pid"] and parent.session != p["session"]
+    if p["session"] == 0 or p["pgrp"] == 0:
+        p["session_alive"] = True  # led by somebody outside of our pid namespace, whom we cannot see
+    p["interpreter"] = next((path for path in world.interpreters if runs(p, path)), None)
+    p["answers"] = _answers(p, world)
+
+
+def runs(p: Process, python: str) -> bool:
+    """Whether a process runs this interpreter. Many environments link to one binary: then its libraries decide."""
+    if p["argv0"] == python:
+        return True
+    root = "/proc/%d/root" % p["pid"]
+    real = holders._link("%s%s" % (root, python))
+    try:
+        same = os.path.samestat(os.stat(root + python), os.stat("/proc/%d/exe" % p["pid"]))
+    except OSError:
+        return False
+    prefix = os.path.dirname(os.path.dirname(python))
+    return same and (real is None or holders.maps_under(p["pid"], prefix))
+
+
+def _answers(p: Process, world: World) -> List[int]:
+    """Its ports on which somebody answers. What listens in another network than ours counts: we cannot ask there."""
+    if holders._link("/proc/%d/ns/net" % p["pid"]) != world.net:
+        return holders.foreign_ports(p["pid"])
     found = []
-    for pid in procs.pids():
-        now = procs.stat(pid)
-        if now is None:
-            continue
-        job, by, run = _provenance(pid, now.starttime, jobs, trees)
-        links = procs.descriptors(pid) if job else None
-        gpu = procs.gpu_files(links or procs.descriptors(pid) or [])
-        if job is None and not gpu:
-            continue
-        if not procs.alive(pid, now.starttime):
-            continue
-        kind, why = _classify(pid, job, states, own)
-        found.append(
-            {
-                "class": kind,
-                "why": why,
-                "pid": pid,
-                "starttime": now.starttime,
-                "boot_id": boot,
-                "pid_namespace": procs.namespace(pid) or here,
-                "ppid": now.ppid,
-                "state": now.state,
-                "job": job,
-                "run": run,
-                "job_name": states.get(job or "", {}).get("name", ""),
-                "job_state": states.get(job or "", {}).get("state"),
-                "provenance": by,
-                "command": procs.command(pid, 200),
-                "rss": procs.rss(pid),
-                "ports": procs.ports_of(links or [], sockets),
-                "gpu_files": gpu,
-            }
-        )
-    memory = _available()
-    found.sort(key=lambda entry: (entry["starttime"], entry["pid"]))
-    return {"boot_id": boot, "memory_available": memory, "at": time.time(), "processes": found}
+    for port in p["ports"]:
+        key = ("", port)
+        if key not in world.answers:
+            world.answers[key] = any(_connects(address, port) for address in _addresses(port))
+        if world.answers[key]:
+            found.append(port)
+    return found
+
+
+def _addresses(port: int) -> List[str]:
+    found = {entry["address"] for entry in procs.listening().values() if entry["port"] == port}
+    return [{"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address) for address in sorted(found)]
+
+
+def _connects(address: str, port: int) -> bool:
+    try:
+        with socket.create_connection((address, port), CONNECT_S):
+            return True
+    except socket.timeout:
+        return True  # a full backlog: somebody is there, and busy
+    except OSError:
+        return False
 
 
 def _trees(jobs: str, states: Dict[str, Any]) -> Dict[Tuple[int, int], str]:
@@ -87,33 +219,18 @@ def _trees(jobs: str, states: Dict[str, Any]) -> Dict[Tuple[int, int], str]:
     return found
 
 
-def _provenance(
-    pid: int, starttime: int, jobs: str, trees: Dict[Tuple[int, int], str]
-) -> Tuple[Optional[str], str, str]:
-    """(job, how we know, run) of a process; job None when nothing says that it is ours."""
+def _provenance(pid: int, starttime: int, world: World) -> Tuple[str, str]:
+    """(job, how we know) of a process; ("", "") when nothing says that it is ours."""
     marked = procs.markers(pid)
     if "RIGBOOK_JOB" in marked:
         id = marked["RIGBOOK_JOB"]
         # The marker of another project's state directory does not make it ours to end.
-        if marked.get("RIGBOOK_JOB_DIR") == os.path.join(jobs, id):
-            return id, "marker", marked.get("RIGBOOK_RUN", "")
-        return "other:" + id, "marker", marked.get("RIGBOOK_RUN", "")
-    if (pid, starttime) in trees:
-        return trees[(pid, starttime)], "tree", ""
-    return None, "", ""
-
-
-def _classify(pid: int, job: Optional[str], states: Dict[str, Any], own: Set[int]) -> Tuple[str, str]:
-    if job is None:
-        return "foreign", "it carries no marker of ours"
-    if job not in states:
-        return "foreign", "its job is not one of this state directory"
-    if pid in own or pid == 1:
-        return "protected", "we run below it"
-    state = states[job]["state"]
-    if state in jobdir.ENDED:
-        return "orphan", "its job is " + state
-    return "live", "its job is " + state
+        if marked.get("RIGBOOK_JOB_DIR") == os.path.join(world.jobs, id):
+            return id, "marker"
+        return "other:" + id, "marker"
+    if (pid, starttime) in world.trees:
+        return world.trees[(pid, starttime)], "tree"
+    return "", ""
 
 
 def _available() -> Optional[int]:
@@ -124,10 +241,116 @@ def _available() -> Optional[int]:
     return None
 
 
-def apply(jobs: str, items: List[Dict[str, Any]], grace: float) -> List[Dict[str, Any]]:
-    """End exactly these processes: TERM, `grace` seconds, KILL. Each is checked again right before each signal."""
+# -- carrying out a plan -------------------------------------------------------------------------------------------
+
+
+class Now:
+    """An item of a plan beside what is there now."""
+
+    def __init__(self, item: Dict[str, Any], jobs: str, interpreters: Iterable[str]) -> None:
+        self.item = item
+        self.boot = procs.boot_id()
+        self.stat = procs.stat(item["pid"])
+        self.process: Optional[Process] = None
+        if self.stat is not None and item["pid"] > 1:
+            self.process = judged(item["pid"], self.stat, World(jobs, interpreters))
+
+    def of(self, key: str) -> Any:
+        return (self.process or {}).get(key)
+
+
+def judged(pid: int, now: procs.Stat, world: World) -> Process:
+    """One process with its class; a child's rests on its parent's, so the ancestors are judged with it."""
+    table = {other: stat for other in procs.pids() for stat in [procs.stat(other)] if stat is not None}
+    table[pid] = now
+    sockets = {"socket:[%s]" % inode: entry["port"] for inode, entry in procs.listening().items()}
+    wanted, at = {pid}, now.ppid
+    while at > 1 and at in table and at not in wanted:
+        wanted.add(at)
+        at = table[at].ppid
+    wanted.update(_below(pid, _children(table)))
+    found = {}
+    for other in wanted:
+        p = bare(other, table[other], table, sockets)
+        seen = SCANNER.look(other, time.monotonic(), other == pid)
+        p.update(nodes=dict(seen.nodes), gpus=list(seen.minors), readable=seen.readable)
+        found[other] = p
+    judge(found, table, world)
+    return found[pid]
+
+
+def _children(table: Dict[int, procs.Stat]) -> Dict[int, List[int]]:
+    children: Dict[int, List[int]] = {}
+    for pid, now in table.items():
+        children.setdefault(now.ppid, []).append(pid)
+    return children
+
+
+def _gone(now: Now) -> bool:
+    return now.stat is None or not procs.alive(now.item["pid"], now.stat.starttime)
+
+
+def _class_changed(now: Now) -> bool:
+    kind, planned = now.of("class"), now.item["kind"]
+    if planned == "foreign":
+        return kind not in ("foreign", "unclaimed")  # named by the user; ours alive and protected never are
+    return bool(kind != planned)
+
+
+# (name, what has changed, outcome, reason). The first that is true keeps the signal back.
+Change = Tuple[str, Callable[[Now], bool], str, str]
+CHANGES: List[Change] = [
+    ("boot", lambda now: now.item["boot_id"] != now.boot, "gone", "the machine was started anew since"),
+    ("ended", _gone, "gone", "it had ended before"),
+    (
+        "starttime",
+        lambda now: now.stat is not None and now.stat.starttime != now.item["starttime"],
+        "gone",
+        "the pid belongs to another process now",
+    ),
+    (
+        "namespace",
+        lambda now: now.of("pid_namespace") not in (now.item["pid_namespace"], None),
+        "refused",
+        "it is in another pid namespace than planned",
+    ),
+    (
+        "cgroup",
+        lambda now: now.item.get("cgroup") is not None and now.of("cgroup") != now.item["cgroup"],
+        "refused",
+        "it is in another cgroup than planned",
+    ),
+    (
+        "program",
+        lambda now: now.item.get("exe") is not None and now.of("exe") != now.item["exe"],
+        "refused",
+        "it runs another program than planned",
+    ),
+    ("own", lambda now: bool(now.of("own")), "refused", "we run below it"),
+    (
+        "job",
+        lambda now: now.item["kind"] == "orphan" and now.of("job_id") != now.item["job"],
+        "refused",
+        "nothing says any more that it belongs to the job",
+    ),
+    ("class", _class_changed, "refused", ""),
+]
+
+
+def refusal(now: Now) -> Optional[Tuple[str, str]]:
+    """(outcome, reason) when the plan does not describe the world any more."""
+    for _, changed, outcome, reason in CHANGES:
+        if changed(now):
+            return outcome, reason or "it is %s now: %s" % (now.of("class"), now.of("why"))
+    return None
+
+
+def apply(
+    jobs: str, items: List[Dict[str, Any]], grace: float, interpreters: Iterable[str] = ()
+) -> List[Dict[str, Any]]:
+    """End exactly these processes: TERM (launchers first), `grace` seconds, KILL. One that would start itself anew is
+    stopped before it is killed, and what planned processes have spawned since is ended with them."""
     outcomes: Dict[int, Dict[str, Any]] = {}
-    pending: List[Dict[str, Any]] = []
     began = time.monotonic()
 
     def note(item: Dict[str, Any], outcome: str, reason: str = "") -> None:
@@ -138,19 +361,7 @@ def apply(jobs: str, items: List[Dict[str, Any]], grace: float) -> List[Dict[str
             "seconds": round(time.monotonic() - began, 3),
         }
 
-    for item in items:
-        refusal = _signal(jobs, item, signal.SIGTERM)
-        if refusal is None:
-            pending.append(item)
-        else:
-            note(item, *refusal)
-    for number, seconds, word in ((None, grace, "ended by TERM"), (signal.SIGKILL, 10.0, "ended by KILL")):
-        if number is not None:
-            for item in list(pending):
-                refusal = _signal(jobs, item, number)
-                if refusal is not None:
-                    pending.remove(item)
-                    note(item, *refusal)
+    def wait(seconds: float, word: str) -> None:
         deadline = time.monotonic() + seconds
         while pending:
             for item in list(pending):
@@ -160,29 +371,78 @@ def apply(jobs: str, items: List[Dict[str, Any]], grace: float) -> List[Dict[str
             if not pending or time.monotonic() > deadline:
                 break
             time.sleep(0.02)
+
+    pending: List[Dict[str, Any]] = []
+    for item in launchers_first(items):
+        refused = _signal(jobs, item, signal.SIGTERM, interpreters)
+        if refused is None:
+            pending.append(item)
+        else:
+            note(item, *refused)
+    wait(grace, "ended by TERM")
+    spawned: List[Dict[str, Any]] = []
+    if pending:
+        for item in list(pending):
+            refused = _signal(jobs, item, signal.SIGSTOP, interpreters)
+            if refused is not None:
+                pending.remove(item)
+                note(item, *refused)
+        spawned = _spawned(pending, items)
+        for child in spawned:
+            procs.send(child["pid"], child["starttime"], signal.SIGKILL)
+        for item in list(pending):
+            refused = _signal(jobs, item, signal.SIGKILL, interpreters)
+            if refused is not None:
+                procs.send(item["pid"], item["starttime"], signal.SIGCONT)
+                pending.remove(item)
+                note(item, *refused)
+        pending += spawned
+        wait(10.0, "ended by KILL")
     for item in pending:
         states = "".join(sorted(set(procs.thread_states(item["pid"]))))
         note(item, "still there", "in uninterruptible sleep (D)" if "D" in states else "thread states " + states)
-    return [outcomes[item["pid"]] for item in items]
+    for child in spawned:
+        outcomes[child["pid"]].update(spawned_by=child["parent"], starttime=child["starttime"])
+    return [outcomes[item["pid"]] for item in [*items, *spawned]]
 
 
-def _signal(jobs: str, item: Dict[str, Any], number: int) -> Optional[Tuple[str, str]]:
+def launchers_first(items: List[Dict[str, Any]]) -> List[Dict[str, Any]]:
+    """Parents before children: a launcher that is asked first ends its workers in good order, and starts none anew."""
+    parents = {item["pid"]: (procs.stat(item["pid"]) or procs.Stat("", "", 0, 0, 0, 0)).ppid for item in items}
+
+    def depth(pid: int) -> int:
+        count = 0
+        while parents.get(pid) in parents and count < len(parents):
+            pid, count = parents[pid], count + 1
+        return count
+
+    return sorted(items, key=lambda item: depth(item["pid"]))
+
+
+def _spawned(stopped: List[Dict[str, Any]], items: List[Dict[str, Any]]) -> List[Dict[str, Any]]:
+    """Children of stopped processes that are younger than the plan: they can have no other reason to be."""
+    planned = {(item["pid"], item["starttime"]) for item in items}
+    newest = max(item.get("seen_until") or item["starttime"] for item in items)
+    found: List[Dict[str, Any]] = []
+    tree = procs.children()
+    level = [item["pid"] for item in stopped]
+    while level:
+        below = [(parent, child) for parent in level for child in tree.get(parent, [])]
+        level = []
+        for parent, child in below:
+            now = procs.stat(child)
+            if now is None or now.ppid != parent or (child, now.starttime) in planned or now.starttime <= newest:
+                continue
+            found.append({"pid": child, "starttime": now.starttime, "parent": parent})
+            level.append(child)
+    return found
+
+
+def _signal(
+    jobs: str, item: Dict[str, Any], number: int, interpreters: Iterable[str] = ()
+) -> Optional[Tuple[str, str]]:
     """Send when the plan still describes the world; else (outcome, reason)."""
-    pid, starttime = item["pid"], item["starttime"]
-    if item["boot_id"] != procs.boot_id():
-        return "gone", "the machine was started anew since"
-    if pid <= 1 or pid in procs.ancestors(os.getpid()):
-        return "refused", "we run below it"
-    now = procs.stat(pid)
-    if now is None or now.starttime != starttime or not procs.alive(pid, starttime):
-        return "gone", "it had ended before" if now is None else "the pid belongs to another process now"
-    if procs.namespace(pid) not in (item["pid_namespace"], None):
-        return "refused", "it is in another pid namespace than planned"
-    directory = os.path.join(os.path.realpath(jobs), item["job"])
-    state = jobdir.state(directory)["state"]
-    if state not in jobdir.ENDED:
-        return "refused", "its job is %s now" % state
-    trees = _trees(os.path.realpath(jobs), {item["job"]: {"state": state}})
-    if _provenance(pid, starttime, os.path.realpath(jobs), trees)[0] != item["job"]:
-        return "refused", "nothing says any more that it belongs to the job"
-    return None if procs.send(pid, starttime, number) else ("gone", "it had ended before")
+    refused = refusal(Now(item, jobs, interpreters))
+    if refused is not None:
+        return refused
+    return None if procs.send(item["pid"], item["starttime"], number) else ("gone", "it had ended before")

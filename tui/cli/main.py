@@ -39,6 +39,7 @@ COMMANDS: dict[str, Command] = {
     "get": Command("tui.cli.rig", "get", "Copy a file from a host."),
     "do": Command("tui.cli.rig", "do", "Run one of the project's own [actions].", "json yes dry-run"),
     "jobs": Command("tui.cli.jobs", "app", "Detached jobs: list, start, show, logs, wait, stop.", "json yes"),
+    "gpus": Command("tui.cli.gpus", "gpus", "Every GPU: what it does and who holds it."),
     "clean": Command("tui.cli.clean", "clean", "What dead work still holds: plan, then give back.", "json yes dry-run"),
     "run": Command("tui.cli.work", "run", "Run pipeline stages: rigbook run all.", "json yes dry-run"),
     "runs": Command("tui.cli.work", "runs", "Runs of anything: list, show."),

@@ -1,0 +1,349 @@
+"""Which GPU belongs to whom: GPU -> driver -> host, container or machine -> process -> our run.
+
+    GPU 3 (UUID, PCI address)          identity; an index means another card in another container
+      driver nvidia | vfio-pci | none  vfio-pci: a virtual machine has it, and only its own inside can tell more
+        owner host | lxc:101 | vm:200
+          HostPid -> GuestPid          two types: a number of one namespace means somebody else in the other
+            run                        proven by the mark that every launch carries
+
+Values are what `remote/probe/nvml.py` gives: a number, or {"na": WHY}. Every byte that NVML calls used is given to a
+process, or is *unattributed* with the likeliest reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from remote.connect import Link
+from remote.jobs import jobs_dir
+from remote.probe import ship
+from state.project import Project
+
+OVERHEAD = 64 << 20  # bytes a GPU that the driver keeps for itself while somebody has it open (15 MiB seen on an H200)
+GHOST_LOAD = 50  # percent, with nobody there
+
+
+@dataclass(frozen=True)
+class HostPid:
+    """A process number as the host has it."""
+
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class GuestPid:
+    """The same process as its container numbers it."""
+
+    guest: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class Holder:
+    """One process that holds a GPU, or several."""
+
+    pid: HostPid
+    inner: GuestPid | None
+    starttime: int
+    boot_id: str
+    kind: str  # class: see remote/probe/classes.py
+    why: str
+    owner: str  # host | lxc:101 | docker:… | vm:200
+    run: str
+    job: str
+    command: str
+    state: str  # worst state of a thread
+    used: Mapping[str, int | None]  # UUID -> bytes as NVML says; None: it lists the process, not its share
+    nodes: tuple[str, ...]  # device files held open
+    waits: tuple[str, ...]  # what its uninterruptible threads wait on
+    started: float | None
+    seen: bool = True  # False: NVML names it, /proc does not have it
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "pid": self.pid.pid,
+            "guest_pid": self.inner.pid if self.inner else None,
+            "starttime": self.starttime,
+            "boot_id": self.boot_id,
+            "class": self.kind,
+            "why": self.why,
+            "owner": self.owner,
+            "run": self.run or None,
+            "job": self.job or None,
+            "command": self.command,
+            "state": self.state,
+            "used": dict(self.used),
+            "nodes": list(self.nodes),
+            "waits": list(self.waits),
+            "started": self.started,
+        }
+
+
+@dataclass(frozen=True)
+class Share:
+    """A part of a GPU's used memory that no process accounts for."""
+
+    size: int  # bytes
+    reason: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"bytes": self.size, "reason": self.reason}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    host: str
+    uuid: str | None
+    pci: str | None
+    driver: str | None  # nvidia | vfio-pci | another | None
+    state: str  # ok | lost | reset-required | failed | passed-through | unbound
+    owner: str  # host | lxc:101, docker:… (all its holders are there) | vm:200 | free | several
+    values: Mapping[str, Any] = field(default_factory=dict)  # as NVML gave them
+    holders: tuple[Holder, ...] = ()
+    unattributed: Share | None = None
+    ghost: str = ""  # load with nobody there: why we think so
+
+    def to_dict(self) -> dict[str, Any]:
+        values = {key: value for key, value in self.values.items() if key not in ("processes", "uuid", "pci", "state")}
+        return {
+            "host": self.host,
+            "uuid": self.uuid,
+            "pci": self.pci,
+            "driver": self.driver,
+            "state": self.state,
+            "owner": self.owner,
+            **values,
+            "holders": [holder.to_dict() for holder in self.holders],
+            "unattributed": self.unattributed.to_dict() if self.unattributed else None,
+            "ghost": self.ghost or None,
+        }
+
+
+@dataclass(frozen=True)
+class Look:
+    """One host, looked at once."""
+
+    host: str
+    state: str  # nvml.py's
+    reason: str
+    at: float
+    driver: str | None
+    cuda: str | None
+    gpus: tuple[Gpu, ...]
+    warnings: tuple[tuple[str, str], ...] = ()  # (check id, message)
+    xid: tuple[Mapping[str, Any], ...] | None = None
+    cost: Mapping[str, float] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "host": self.host,
+            "state": self.state,
+            "reason": self.reason,
+            "at": self.at,
+            "driver": self.driver,
+            "cuda": self.cuda,
+            "gpus": [gpu.to_dict() for gpu in self.gpus],
+            "warnings": [{"check": check, "message": message} for check, message in self.warnings],
+            "xid": None if self.xid is None else [dict(entry) for entry in self.xid],
+            "cost": dict(self.cost),
+        }
+
+
+def known(value: Any) -> Any:
+    """A value, or None where the driver does not tell it."""
+    return None if isinstance(value, Mapping) and "na" in value else value
+
+
+def interpreters(project: Project, host: str) -> list[str]:
+    """The Pythons that the project declares on this host."""
+    return sorted({env.python for env in project.envs.values() if env.host == host and env.python.startswith("/")})
+
+
+async def look(link: Link, project: Project, *, max_age: float = 0.0, deep: bool = False) -> Look:
+    """Look at a host's GPUs once. The probe keeps NVML open from one look to the next."""
+    probe = await link.probe()
+    asked = {"jobs": await jobs_dir(link), "interpreters": interpreters(project, link.name)}
+    seen = await probe.call("gpu_look", **asked, max_age=max_age, deep=deep)
+    if seen["nvml"]["state"] == "no-module":
+        await probe.call("nvml_load", source=ship.pynvml())
+        seen = await probe.call("gpu_look", **asked, deep=deep)
+    return read(link.name, seen)
+
+
+def read(host: str, seen: Mapping[str, Any]) -> Look:
+    """What the probe saw, as the map. Pure."""
+    nvml = seen["nvml"]
+    listed = [entry for gpu in nvml["gpus"] for entry in _listed(gpu)]
+    holders = seen["holders"]
+    people = {p["pid"]: _holder(host, p, nvml["gpus"]) for p in holders["processes"]}
+    for entry in listed:
+        if entry["pid"] not in people:
+            people[entry["pid"]] = _unseen(host, entry["pid"], nvml["gpus"])
+    by_pci = {device["pci"]: device for device in seen["pci"]}
+    minors = {p["pid"]: set(p["gpus"]) for p in holders["processes"]}
+    gpus = []
+    for gpu in nvml["gpus"]:
+        device = by_pci.pop(known(gpu.get("pci")), None)
+        gpus.append(_gpu(host, gpu, device, people, minors, _inside(holders)))
+    gpus += [_without_nvml(host, device) for device in by_pci.values()]
+    return Look(
+        host=host,
+        state=nvml["state"],
+        reason=nvml["reason"],
+        at=seen["at"],
+        driver=known(nvml.get("driver")) or nvml.get("kernel_module"),
+        cuda=known(nvml.get("cuda")),
+        gpus=tuple(gpus),
+        xid=None if seen.get("xid") is None else tuple(seen["xid"]),
+        cost={"seconds": seen["seconds"], "cpu_seconds": seen["cpu_seconds"], "nvml": nvml.get("seconds", 0.0)},
+    )
+
+
+def _listed(gpu: Mapping[str, Any]) -> list[dict[str, Any]]:
+    found = gpu.get("processes")
+    return found if isinstance(found, list) else []
+
+
+def _owner(p: Mapping[str, Any]) -> str:
+    guest = p["guest"]
+    if not guest:
+        return "host"
+    return f"{guest['kind']}:{guest['id']}" + (f"/{guest['nested']}" if guest.get("nested") else "")
+
+
+def _holder(host: str, p: Mapping[str, Any], gpus: list[dict[str, Any]]) -> Holder:
+    owner = _owner(p)
+    inner = GuestPid(owner, p["nspid"][-1]) if len(p["nspid"]) > 1 else None
+    worst = next((state for state in "DRTtSIZ" if p["threads"].get(state)), p["state"])
+    return Holder(
+        pid=HostPid(host, p["pid"]),
+        inner=inner,
+        starttime=p["starttime"],
+        boot_id=p["boot_id"],
+        kind=p["class"],
+        why=p["why"],
+        owner=owner,
+        run=p["run"],
+        job=p["job_id"],
+        command=p["command"],
+        state=worst,
+        used=_used(p["pid"], gpus),
+        nodes=tuple(sorted(p["nodes"])),
+        waits=tuple(f"{thread['wchan']} for {thread['seconds']:.0f} s" for thread in p["stuck"]),
+        started=p["started"],
+    )
+
+
+def _used(pid: int, gpus: list[dict[str, Any]]) -> dict[str, int | None]:
+    """Per GPU. A process may be listed once for each MIG instance: its shares are added up."""
+    found: dict[str, int | None] = {}
+    for gpu in gpus:
+        shares = [known(entry["used"]) for entry in _listed(gpu) if entry["pid"] == pid]
+        if shares:
+            found[_name(gpu)] = None if None in shares else sum(shares)
+    return found
+
+
+def _name(gpu: Mapping[str, Any]) -> str:
+    return str(known(gpu.get("uuid")) or f"index {gpu['index']}")
+
+
+def _unseen(host: str, pid: int, gpus: list[dict[str, Any]]) -> Holder:
+    """NVML lists it, /proc has no such process: its opener died, and somebody who has its files lives on."""
+    why = "NVML names it, and no such process is to be seen: what it opened is still held by another"
+    used = _used(pid, gpus)
+    return Holder(HostPid(host, pid), None, 0, "", "unattributed", why, "?", "", "", "", "?", used, (), (), None, False)
+
+
+def _inside(holders: Mapping[str, Any]) -> str:
+    """Why this look may be partial; empty when it is not."""
+    if holders["unreadable"]:
+        return f"{holders['unreadable']} processes of others cannot be looked into without root"
+    return ""
+
+
+def _gpu(
+    host: str,
+    gpu: dict[str, Any],
+    device: Mapping[str, Any] | None,
+    people: Mapping[int, Holder],
+    minors: Mapping[int, set[int]],
+    partial: str,
+) -> Gpu:
+    minor = known(gpu.get("minor"))
+    pids = {entry["pid"] for entry in _listed(gpu)} | {pid for pid, held in minors.items() if minor in held}
+    holders = tuple(sorted((people[pid] for pid in pids), key=lambda h: (-(h.used.get(_name(gpu)) or 0), h.pid.pid)))
+    owners = {holder.owner for holder in holders if holder.kind != "protected"} or {h.owner for h in holders}
+    owner = "free" if not owners else owners.pop() if len(owners) == 1 else "several"
+    return Gpu(
+        host=host,
+        uuid=known(gpu.get("uuid")),
+        pci=known(gpu.get("pci")),
+        driver=device["driver"] if device else "nvidia",
+        state=gpu["state"],
+        owner=owner,
+        values=gpu,
+        holders=holders,
+        unattributed=unattributed(gpu, holders, partial),
+        ghost=ghost(gpu, holders),
+    )
+
+
+def unattributed(gpu: Mapping[str, Any], holders: tuple[Holder, ...], partial: str = "") -> Share | None:
+    """What NVML calls used and gives to no process, with the likeliest reason. None: nothing, or nothing is known."""
+    memory = gpu.get("memory") or {}
+    used = known(memory.get("used"))
+    if used is None:
+        return None
+    if not isinstance(gpu.get("processes"), list):
+        why = (gpu.get("processes") or {}).get("na", "not told")
+        return Share(used, f"NVML tells no processes: {why}") if used else None
+    shares = [holder.used[_name(gpu)] for holder in holders if _name(gpu) in holder.used]
+    size = used - sum(share or 0 for share in shares)
+    if size <= 0:
+        return None
+    return Share(size, _reason(gpu, holders, shares, size, partial))
+
+
+def _reason(
+    gpu: Mapping[str, Any], holders: tuple[Holder, ...], shares: list[int | None], size: int, partial: str
+) -> str:
+    if None in shares:
+        return "the driver does not tell the share of every process"
+    stuck = [holder for holder in holders if holder.waits]
+    if stuck:
+        return f"a thread of pid {stuck[0].pid.pid} is in uninterruptible sleep ({stuck[0].waits[0]})"
+    reserved = known((gpu.get("memory") or {}).get("reserved"))
+    if reserved is None and size <= OVERHEAD + (1 << 30):
+        return "with this driver the used memory has the driver's own reserve in it"
+    if size <= OVERHEAD:
+        return "the driver's own bookkeeping"
+    silent = [holder for holder in holders if _name(gpu) not in holder.used and holder.kind != "protected"]
+    if silent:
+        pids = ", ".join(str(holder.pid.pid) for holder in silent[:4])
+        return f"held open by pid {pids}, which NVML does not list: inherited from a process that has ended"
+    if partial:
+        return partial
+    if any("mps" in holder.command for holder in holders):
+        return "clients of MPS: the memory belongs to its server"
+    return "a process that we cannot see: of another container, or seconds from its end"
+
+
+def ghost(gpu: Mapping[str, Any], holders: tuple[Holder, ...]) -> str:
+    """Load with nobody there: seen on Blackwell when a process dies in a kernel. Only the counter is wrong."""
+    load = known(gpu.get("load"))
+    if load is None or load < GHOST_LOAD or any(holder.kind != "protected" for holder in holders):
+        return ""
+    return (
+        f"{load} % load and no process: a counter that stuck; opening and closing a context clears it, no reset needed"
+    )
+
+
+def _without_nvml(host: str, device: Mapping[str, Any]) -> Gpu:
+    driver = device["driver"]
+    if driver == "vfio-pci":
+        return Gpu(host, None, device["pci"], driver, "passed-through", "vm:?")
+    return Gpu(host, None, device["pci"], driver, "unbound" if driver is None else "unseen", "free")

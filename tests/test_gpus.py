@@ -1,0 +1,68 @@
+"""Every GPU, every byte, every holder: the real probe with the real pynvml on a library that answers as NVML does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from remote import gpus
+from tests.lab.gpu_machine import FakeGpu, Machine, fake_gpu, gpu_machine
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def machine() -> Iterator[Machine]:
+    with gpu_machine([fake_gpu(at) for at in range(8)]) as machine:
+        yield machine
+
+
+def test_eight_gpus_fit_eighty_columns(machine: Machine) -> None:
+    machine.project()
+    machine.hold("/dev/nvidia0", "/dev/nvidiactl", env={"FAKE_VRAM": f"0:{44062 * MIB}"})
+    done = machine.rigbook("gpus")
+    assert done.returncode == 0, done.stderr.decode()
+    text = done.stdout.decode()
+    print(text)
+    rows = [line for line in text.splitlines() if "H200" in line]
+    assert len(rows) == 8 and max(map(len, text.splitlines())) <= 80
+    assert "44062/143771" in rows[0] and "116/700" in rows[0] and "34C" in rows[0] and "5x16" in rows[0]
+
+
+def test_json_gives_every_byte_to_somebody(machine: Machine) -> None:
+    machine.project()
+    pid = machine.hold("/dev/nvidia3", env={"FAKE_VRAM": f"3:{2566 * MIB}"})
+    machine.gpus[3].values["base"] = 15 * MIB
+    machine.write()
+    done = machine.rigbook("gpus", "--json")
+    (host,) = json.loads(done.stdout)["hosts"]
+    gpu = host["gpus"][3]
+    (holder,) = gpu["holders"]
+    assert (holder["pid"], holder["used"]) == (pid, {gpu["uuid"]: 2566 * MIB})
+    assert holder["class"] == "foreign" and holder["nodes"] == ["/dev/nvidia3"]
+    assert gpu["unattributed"] == {"bytes": 15 * MIB, "reason": "the driver's own bookkeeping"}
+    assert gpu["memory"]["used"] == sum(holder["used"].values()) + gpu["unattributed"]["bytes"]
+
+
+async def test_what_the_driver_does_not_tell_is_no_zero() -> None:
+    lame: FakeGpu = fake_gpu(0)
+    lame.more = [f"error {call} 3" for call in ("nvmlDeviceGetPowerUsage", "nvmlDeviceGetTotalEccErrors")]
+    lame.more.append("error nvmlDeviceGetComputeRunningProcesses_v3 4")
+    with gpu_machine([lame, fake_gpu(1, lost=1)]) as machine:
+        project = machine.project()
+        link = machine.link()
+        try:
+            look = await gpus.look(link, project)
+            assert look.state == "ok" and [gpu.state for gpu in look.gpus] == ["ok", "lost"]
+            assert look.gpus[0].values["power"] == {"na": "not supported"}
+            assert look.gpus[0].values["ecc_volatile"] == {"na": "not supported"}
+            assert look.gpus[0].values["processes"] == {"na": "no permission"}
+            assert look.gpus[0].values["load"] == 0  # this zero is one
+            machine.head["init"] = 18
+            machine.gpus = []
+            machine.write()
+            assert (await gpus.look(link, project)).state != "ok"
+        finally:
+            await link.aclose()
