@@ -1,27 +1,35 @@
 """Giving back what dead work holds: plan, then exactly that plan, then the proof.
 
-Who is an orphan, and why a name never decides it, is told in probe/reclaim.py. A plan is frozen: it names processes
-by identity (boot id, pid namespace, pid, start time), and each is checked again on its host right before each signal.
-A signal that was sent proves nothing, so we look again: at the processes, the ports and the memory.
+Who is an orphan, and why a name never decides it, is told in probe/classes.py. A plan is frozen: it names processes
+by identity (boot id, pid namespace, pid, start time, cgroup, program), and each is judged again on its host right
+before each signal. A signal that was sent proves nothing, so we look again: at the processes, the ports, and the
+memory, the machine's and the GPUs'.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 from remote.connect import Link
+from remote.gpus import OVERHEAD, known, used_by
 from remote.jobs import jobs_dir
+from remote.probe import ship
+from remote.probe.client import Probe
 from state.errors import REFUSED, USAGE, RigbookError
 from state.events import PlanApplied, PlanMade
 
 GRACE = 10.0  # s between TERM and KILL
+SERVER_GRACE = 30.0  # s for what listens: SGLang and vLLM answer what they have begun, then end their workers
 SETTLE_S = 10.0  # a port may stay bound for a moment after its process is gone
+MEMORY_S = 60.0  # the driver gives memory back after the last file is closed; over 30 s were seen on a GB300
+AGAIN_S = 0.3  # between the two looks that a proof needs
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,16 @@ class Item:
 
 
 @dataclass(frozen=True)
+class GpuBefore:
+    """A GPU that items hold, when the plan was made. Bytes."""
+
+    uuid: str
+    used: int | None
+    held: int | None  # by the items together: what should come back
+    others: int | None  # by everybody else that NVML names
+
+
+@dataclass(frozen=True)
 class Plan:
     id: str
     host: str
@@ -57,6 +75,9 @@ class Plan:
     items: tuple[Item, ...]
     # What was seen and stays: other people's processes with GPUs, and work of ours that lives. For the reader only.
     kept: tuple[str, ...] = ()
+    gpus: tuple[GpuBefore, ...] = ()
+    interpreters: tuple[str, ...] = ()  # by which unclaimed orphans were found
+    notes: tuple[str, ...] = ()
 
     @property
     def ports(self) -> list[int]:
@@ -67,14 +88,19 @@ class Plan:
         """Resident bytes of all items; pages that they share count once each."""
         return sum(item.rss or 0 for item in self.items)
 
+    def of(self, kind: str) -> list[Item]:
+        return [item for item in self.items if item.kind == kind]
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def describe(self) -> str:
         if not self.items:
             return f"{self.host}: nothing is held by dead work"
-        ports = f", port {', '.join(map(str, self.ports))}" if self.ports else ""
-        return f"{self.host}: {len(self.items)} process(es) of dead work hold {_mib(self.rss)}{ports}"
+        parts = [f"{self.host}: {len(self.items)} process(es) of dead work hold {_mib(self.rss)}"]
+        parts += [f"port {', '.join(map(str, self.ports))}"] if self.ports else []
+        parts += [f"{_mib(gpu.held)} on {gpu.uuid}" for gpu in self.gpus]
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -94,15 +120,25 @@ class Outcome:
     left: tuple[str, ...] = ()  # orphans that are there now, planned or not
     seconds: float = 0.0
     notes: tuple[str, ...] = field(default=())
+    gpus: tuple[dict[str, Any], ...] = ()  # uuid, used_before, used_after, held, others_after, free, seconds
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    @property
+    def refused(self) -> bool:
+        return any(process["outcome"] == "refused" for process in self.processes)
 
     def describe(self) -> str:
         gone = sum(p["outcome"] in GONE for p in self.processes)
         parts = [
             f"{gone} of {len(self.processes)} processes gone",
             f"{_mib(self.rss_before - self.rss_after)} given back",
+        ]
+        parts += [
+            f"{gpu['uuid']} {_mib(gpu['used_before'])} -> {_mib(gpu['used_after'])}"
+            + ("" if gpu["free"] else " NOT FREE")
+            for gpu in self.gpus
         ]
         if self.ports_free:
             parts.append(f"port {', '.join(map(str, self.ports_free))} free")
@@ -116,35 +152,93 @@ class Outcome:
 GONE = frozenset({"gone", "ended by TERM", "ended by KILL"})
 
 
-def _mib(size: int) -> str:
-    return f"{size / (1 << 20):,.0f} MiB"
+def _mib(size: int | None) -> str:
+    return "an unknown amount" if size is None else f"{size / (1 << 20):,.0f} MiB"
 
 
 def describe(item: Item) -> str:
     """One line for people."""
     holds = [_mib(item.rss) if item.rss is not None else "memory unknown"]
+    holds += [f"{_mib(size)} of GPU memory" for size in item.gpu_bytes.values()]
     holds += [f"port {port}" for port in item.ports] + [file.rpartition("/")[2] for file in item.gpu_files]
-    return f"pid {item.pid} holds {', '.join(holds)}; job {item.job} is {item.job_state}: {item.command[:100]}"
+    whose = {"unclaimed": "of nobody's", "foreign": "of others, named by you"}
+    why = whose.get(item.kind, f"job {item.job} is {item.job_state}")
+    return f"pid {item.pid} holds {', '.join(holds)}; {why}: {item.command[:100]}"
 
 
-async def plan(link: Link) -> Plan:
-    """Look for processes of ended jobs on this host. Changes nothing."""
-    seen = await (await link.probe()).call("holders", jobs=await jobs_dir(link))
-    items = tuple(_item(entry, seen) for entry in seen["processes"] if entry["class"] == "orphan")
+async def plan(
+    link: Link, *, interpreters: Sequence[str] = (), unclaimed: bool = True, foreign: Iterable[int] = ()
+) -> Plan:
+    """Look for processes of ended jobs on this host. Changes nothing.
+
+    `interpreters`: Pythons whose orphaned workers count as nobody's, though they carry no mark. `foreign`: pids of
+    other people's work, each named by the user."""
+    named = set(foreign)
+    seen = await scan(await link.probe(), await jobs_dir(link), interpreters)
+    wanted, notes = [], []
+    for entry in seen["processes"]:
+        kind = entry["class"]
+        if kind == "orphan" or (kind == "unclaimed" and unclaimed):
+            wanted.append(entry)
+        elif entry["pid"] in named and kind in ("foreign", "unclaimed"):
+            wanted.append({**entry, "class": "foreign"})
+        elif entry["pid"] in named:
+            notes.append(f"pid {entry['pid']} is {kind} ({entry['why']}) and is in no plan")
+    there = {entry["pid"] for entry in seen["processes"]}
+    notes += [f"pid {pid} holds no GPU and is no work of ours: it is in no plan" for pid in sorted(named - there)]
+    pids = {entry["pid"] for entry in wanted}
     kept = tuple(
         f"pid {e['pid']} ({e['class']}, {e['why']}): {e['command'][:100]}"
         for e in seen["processes"]
-        if e["class"] != "orphan"
+        if e["pid"] not in pids
     )
-    id = _id(link.name, items)
-    return Plan(id, link.name, datetime.now(UTC).isoformat(timespec="seconds"), items, kept)
+    items = tuple(_item(entry, seen) for entry in wanted)
+    return Plan(
+        _id(link.name, items, interpreters),
+        link.name,
+        datetime.now(UTC).isoformat(timespec="seconds"),
+        items,
+        kept,
+        _before(items, seen),
+        tuple(interpreters),
+        tuple(notes),
+    )
 
 
-def _id(host: str, items: tuple[Item, ...]) -> str:
+async def scan(probe: Probe, jobs: str, interpreters: Sequence[str]) -> dict[str, Any]:
+    """The probe's `holders`, with NVML where the host has it."""
+    seen: dict[str, Any] = await probe.call("holders", jobs=jobs, interpreters=list(interpreters))
+    if seen["nvml"]["state"] == "no-module":
+        await probe.call("nvml_load", source=ship.pynvml())
+        seen = await probe.call("holders", jobs=jobs, interpreters=list(interpreters))
+    return seen
+
+
+def _before(items: tuple[Item, ...], seen: Mapping[str, Any]) -> tuple[GpuBefore, ...]:
+    found = []
+    for gpu in seen["nvml"]["gpus"]:
+        uuid = known(gpu.get("uuid"))
+        shares = [item.gpu_bytes[uuid] for item in items if uuid in item.gpu_bytes]
+        if shares:
+            held = sum(share or 0 for share in shares)
+            whole = None if None in shares else held
+            found.append(GpuBefore(uuid, known(gpu["memory"]["used"]), whole, _others(gpu, items)))
+    return tuple(found)
+
+
+def _others(gpu: Mapping[str, Any], items: Iterable[Item]) -> int | None:
+    """Bytes of everybody but the items; None when the driver does not tell."""
+    pids = {item.pid for item in items}
+    if not isinstance(gpu.get("processes"), list):
+        return None
+    shares = [known(entry["used"]) for entry in gpu["processes"] if entry["pid"] not in pids]
+    return None if None in shares else sum(shares)
+
+
+def _id(host: str, items: tuple[Item, ...], interpreters: Sequence[str]) -> str:
     """A plan's id stands for what it would do, so that a plan that was changed is no plan."""
-    text = json.dumps(
-        [host, [(i.boot_id, i.pid_namespace, i.pid, i.starttime, i.kind, i.job, i.cgroup, i.exe) for i in items]]
-    )
+    what = [(i.boot_id, i.pid_namespace, i.pid, i.starttime, i.kind, i.job, i.cgroup, i.exe) for i in items]
+    text = json.dumps([host, what, list(interpreters)])
     return "clean-" + hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
@@ -159,6 +253,7 @@ def _item(entry: Mapping[str, Any], seen: Mapping[str, Any]) -> Item:
         gpu_files=tuple(entry["gpu_files"]),
         evidence=tuple(entry["evidence"]),
         seen_until=seen["ticks"],
+        gpu_bytes=used_by(entry["pid"], seen["nvml"]["gpus"]),
     )
 
 
@@ -172,25 +267,45 @@ def plan_from(data: Any) -> Plan:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise RigbookError("clean.bad-plan", f"this is no plan: {where}: {first['msg']}", exit_code=USAGE) from error
-    if what.id != _id(what.host, what.items):
+    if what.id != _id(what.host, what.items, what.interpreters):
         raise RigbookError("clean.bad-plan", f"plan {what.id} was changed since it was made", exit_code=USAGE)
     return what
 
 
-async def apply(link: Link, what: Plan, *, grace: float = GRACE) -> Outcome:
-    """Carry out exactly this plan, then look again. May be repeated after a lost link: what is gone is gone."""
+async def apply(
+    link: Link, what: Plan, *, grace: float | None = None, foreign: Iterable[int] = (), memory_wait: float = MEMORY_S
+) -> Outcome:
+    """Carry out exactly this plan, then look again. May be repeated after a lost link: what is gone is gone.
+
+    `foreign`: the pids of other people's work in the plan, named once more by who applies it."""
     if what.host != link.name:
         raise RigbookError("clean.other-host", f"plan {what.id} is for {what.host}", host=link.name, exit_code=REFUSED)
+    strangers = {item.pid for item in what.of("foreign")}
+    if strangers != set(foreign):
+        raise RigbookError(
+            "clean.foreign",
+            f"plan {what.id} would end other people's work: pid {', '.join(map(str, sorted(strangers)))}"
+            if strangers
+            else f"plan {what.id} holds no work of others",
+            host=link.name,
+            hint="Name each: " + " ".join(f"--foreign {what.host}:{pid}" for pid in sorted(strangers)),
+            exit_code=REFUSED,
+        )
+    if grace is None:
+        grace = SERVER_GRACE if any(item.ports for item in what.items) else GRACE
     jobs = await jobs_dir(link)
     began = time.monotonic()
     async with await link.open_probe() as probe:
-        before = await probe.call("holders", jobs=jobs)
+        before = await scan(probe, jobs, what.interpreters)
         items = [asdict(item) for item in what.items]
-        processes = await probe.call("reclaim", jobs=jobs, items=items, grace=grace)
+        asked = {"jobs": jobs, "items": items, "grace": grace, "interpreters": list(what.interpreters)}
+        processes = await probe.call("reclaim", **asked)
+        killed = time.monotonic()
         planned = {(item.pid, item.starttime) for item in what.items}
-        deadline = time.monotonic() + SETTLE_S
+        gpus: dict[str, dict[str, Any]] = {}
+        quiet = 0
         while True:
-            after = await probe.call("holders", jobs=jobs)
+            after = await scan(probe, jobs, what.interpreters)
             listening = await probe.call("listeners")
             remaining = [e for e in after["processes"] if (e["pid"], e["starttime"]) in planned]
             # A port that a *new* process took meanwhile was given back first.
@@ -200,15 +315,24 @@ async def apply(link: Link, what: Plan, *, grace: float = GRACE) -> Outcome:
                 for entry in listening
                 if entry["port"] in what.ports and (not entry["pids"] or pids & set(entry["pids"]))
             }
-            if not held or remaining or time.monotonic() > deadline:
+            waited = time.monotonic() - killed
+            _prove(gpus, what, after, waited)
+            full = [gpu for gpu in gpus.values() if not gpu["free"]]
+            # Twice in a row, since the driver counts down in steps.
+            quiet = 0 if remaining or full or held else quiet + 1
+            patience = memory_wait if full else SETTLE_S
+            if quiet >= (2 if gpus else 1) or waited > patience or (remaining and not full):
                 break
+            await asyncio.sleep(AGAIN_S)
     left = [e for e in after["processes"] if e["class"] == "orphan"]
-    jobs_planned = {item.job for item in what.items}
+    jobs_planned = {item.job for item in what.items if item.job}
     of_these_jobs = [e for e in left if e["job_id"] in jobs_planned]
+    gone = all(p["outcome"] in GONE for p in processes)
+    free = all(gpu["free"] for gpu in gpus.values())
     return Outcome(
         plan=what.id,
         host=link.name,
-        verified=not remaining and not held and not of_these_jobs and all(p["outcome"] in GONE for p in processes),
+        verified=not remaining and not held and not of_these_jobs and gone and free,
         processes=tuple(processes),
         ports_free=tuple(port for port in what.ports if port not in held),
         ports_held=tuple(sorted(held)),
@@ -218,7 +342,32 @@ async def apply(link: Link, what: Plan, *, grace: float = GRACE) -> Outcome:
         memory_available_after=after["memory_available"],
         left=tuple(describe(_item(e, after)) for e in left),
         seconds=round(time.monotonic() - began, 2),
+        gpus=tuple(gpus.values()),
     )
+
+
+def _prove(gpus: dict[str, dict[str, Any]], what: Plan, after: Mapping[str, Any], waited: float) -> None:
+    """Whether the items' memory is back. Others may have grown meanwhile: what counts is that no item is listed, and
+    that what nobody is named for has not become more."""
+    now = {known(gpu.get("uuid")): gpu for gpu in after["nvml"]["gpus"]}
+    for before in what.gpus:
+        gpu = now.get(before.uuid)
+        record = gpus.setdefault(before.uuid, {"uuid": before.uuid, "free": False, "seconds": None})
+        used = known(gpu["memory"]["used"]) if gpu and "memory" in gpu else None
+        others = _others(gpu, what.items) if gpu else None
+        listed = gpu is not None and any(used_by(item.pid, [gpu]) for item in what.items)
+        record.update(used_before=before.used, used_after=used, held=before.held, others_after=others)
+        if used is None or listed:
+            free = False
+        elif others is None or None in (before.used, before.held, before.others):
+            free = before.used is not None and used < before.used
+        else:
+            assert before.used is not None and before.held is not None and before.others is not None
+            spare = before.used - before.held - before.others
+            free = used - others <= max(spare, 0) + OVERHEAD
+        if free and not record["free"]:
+            record["seconds"] = round(waited, 3)
+        record["free"] = free
 
 
 def plan_event(what: Plan) -> PlanMade:

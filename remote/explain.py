@@ -4,6 +4,8 @@ from __future__ import annotations
 
 EXPLAIN: dict[str, str] = {
     "action.unknown": "The [actions] table of rigbook.toml has no action of that name; `rigbook do` lists them.",
+    "clean.foreign": "A plan that would end other people's work is carried out only when every such process is named "
+    "again on the command line: --foreign HOST:PID, once for each.",
     "clean.no-plan": "Plans lie under .rigbook/plans/. `rigbook clean` makes one and prints its id.",
     "clean.bad-plan": "The file is not a plan of rigbook's, or of another version. Make a new one: rigbook clean.",
     "clean.other-host": "A plan names processes of one host and is never carried out on another.",

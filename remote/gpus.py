@@ -230,14 +230,14 @@ def _holder(host: str, p: Mapping[str, Any], gpus: list[dict[str, Any]]) -> Hold
         job=p["job_id"],
         command=p["command"],
         state=worst,
-        used=_used(p["pid"], gpus),
+        used=used_by(p["pid"], gpus),
         nodes=tuple(sorted(p["nodes"])),
         waits=tuple(f"{thread['wchan']} for {thread['seconds']:.0f} s" for thread in p["stuck"]),
         started=p["started"],
     )
 
 
-def _used(pid: int, gpus: list[dict[str, Any]]) -> dict[str, int | None]:
+def used_by(pid: int, gpus: list[dict[str, Any]]) -> dict[str, int | None]:
     """Per GPU. A process may be listed once for each MIG instance: its shares are added up."""
     found: dict[str, int | None] = {}
     for gpu in gpus:
@@ -254,7 +254,7 @@ def _name(gpu: Mapping[str, Any]) -> str:
 def _unseen(host: str, pid: int, gpus: list[dict[str, Any]]) -> Holder:
     """NVML lists it, /proc has no such process: its opener died, and somebody who has its files lives on."""
     why = "NVML names it, and no such process is to be seen: what it opened is still held by another"
-    used = _used(pid, gpus)
+    used = used_by(pid, gpus)
     return Holder(HostPid(host, pid), None, 0, "", "unattributed", why, "?", "", "", "", "?", used, (), (), None, False)
 
 

@@ -178,7 +178,7 @@ ITEM = cleanup.Item(7, 9, "boot", None, "orphan", "job", "run", "name", "vanishe
 
 
 def test_only_the_plan_that_was_made_is_read_back() -> None:
-    made = cleanup.Plan(cleanup._id("a", (ITEM,)), "a", "2026-01-01T00:00:00+00:00", (ITEM,), ("pid 1",))
+    made = cleanup.Plan(cleanup._id("a", (ITEM,), ()), "a", "2026-01-01T00:00:00+00:00", (ITEM,), ("pid 1",))
     data = json.loads(json.dumps(made.to_dict()))
     assert cleanup.plan_from(data) == made
     changed = [{**data["items"][0], key: value} for key, value in (("pid", 8), ("starttime", 1), ("job", "x"))]

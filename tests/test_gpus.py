@@ -66,3 +66,39 @@ async def test_what_the_driver_does_not_tell_is_no_zero() -> None:
             assert (await gpus.look(link, project)).state != "ok"
         finally:
             await link.aclose()
+
+
+ORPHANS = """
+[envs.train]
+host = "here"
+python = "{python}"
+"""
+
+
+def test_an_orphaned_pool_is_given_back_and_proved(machine: Machine) -> None:
+    """The recording's case: two workers of a pool hold 2.5 GiB each, their parent was killed; a stranger is beside them."""
+    python = machine.interpreter()
+    machine.project(ORPHANS.format(python=python))
+    assert machine.rigbook("clean").returncode == 0, "nothing is wrong yet"
+    pool = machine.pool(2, "/dev/nvidia5", env={"FAKE_VRAM": f"5:{2566 * MIB}"}, program=python)
+    stranger = machine.hold("/dev/nvidia5", env={"FAKE_VRAM": f"5:{7 * MIB}"})
+    assert machine.rigbook("clean").returncode == 0, "a pool whose launcher lives is not given back"
+    machine.kill(pool.launcher)
+    done = machine.rigbook("clean", "--json")
+    assert done.returncode == 6, done.stderr.decode()
+    (plan,) = json.loads(done.stdout)
+    assert sorted(item["pid"] for item in plan["items"]) == sorted(pool.workers)
+    assert {item["kind"] for item in plan["items"]} == {"unclaimed"}
+    (gpu,) = plan["gpus"]
+    assert (gpu["used"], gpu["held"], gpu["others"]) == ((2 * 2566 + 7) * MIB, 2 * 2566 * MIB, 7 * MIB)
+    refused = machine.rigbook("clean", "--apply", plan["id"])
+    assert refused.returncode == 3 and b"believed to be nobody's" in refused.stderr
+    assert all(machine.alive(pid) for pid in pool.workers)
+    at_once = machine.rigbook("clean", "--yes")
+    assert all(machine.alive(pid) for pid in pool.workers), at_once.stdout
+    done = machine.rigbook("clean", "--apply", plan["id"], "--yes", "--json")
+    assert done.returncode == 0, done.stdout.decode() + done.stderr.decode()
+    (outcome,) = json.loads(done.stdout)
+    assert outcome["verified"] and not any(machine.alive(pid) for pid in pool.workers)
+    assert outcome["gpus"][0]["used_after"] == 7 * MIB and machine.alive(stranger)
+    assert machine.rigbook("clean").returncode == 0

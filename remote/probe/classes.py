@@ -57,12 +57,11 @@ PROTECTED: List[Rule] = [
 # What must hold for a mark to make it ours: (name, holds, why not).
 OURS: List[Rule] = [
     ("directory", lambda p: p["job"]["ours"], "its job is not one of this state directory"),
-    ("known", lambda p: p["job"]["state"] not in (None, "absent"), "its job is not one of this state directory"),
+    ("known", lambda p: p["job"]["state"] not in (None, "absent"), "nothing is known of its job any more"),
 ]
 DEAD: List[Rule] = [("ended", lambda p: p["job"]["state"] in jobdir.ENDED, "its job is not known to have ended")]
 # What must hold for a process without a mark to be nobody's.
 UNCLAIMED: List[Rule] = [
-    ("unmarked", lambda p: p["job"] is None, "it carries a mark of another state directory"),
     ("interpreter", lambda p: p["interpreter"] is not None, "it carries no mark of ours"),
     ("readable", lambda p: p["readable"], "what it has open cannot be seen"),
     ("launcher", lambda p: p["reparented"], "its launcher lives"),
@@ -81,7 +80,7 @@ def classify(p: Process) -> Tuple[str, str]:
         if holds(p):
             return "protected", why
     job = p["job"]
-    if job is not None and job["ours"]:
+    if job is not None:
         for _, holds, why in OURS:
             if not holds(p):
                 return "foreign", why
@@ -89,8 +88,6 @@ def classify(p: Process) -> Tuple[str, str]:
             if not holds(p):
                 return "live", "its job is %s" % job["state"]
         return _or_stuck(p, "orphan", "its job is %s" % job["state"])
-    if job is not None:
-        return "foreign", OURS[0][2] if OURS else "its job is another's"
     for _, holds, why in UNCLAIMED:
         if not holds(p):
             return "foreign", why

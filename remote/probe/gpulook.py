@@ -5,7 +5,7 @@ import re
 import time
 from typing import Any, Dict, List, Optional
 
-from remote.probe import holders, nvml, reclaim
+from remote.probe import holders, nvml, whose
 
 SCANNER = holders.Scanner()
 XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): (\d+),?(.*)")
@@ -31,7 +31,7 @@ def look(
     known = _last.get("holders")
     fresh = known is not None and began - _last["at"] < max_age and not deep and named <= _last["named"]
     if not fresh or known is None:
-        known = reclaim.gpu_processes(SCANNER, jobs, interpreters or [], named, deep)
+        known = whose.gpu_processes(SCANNER, jobs, interpreters or [], named, deep)
         _last.update(holders=known, at=began, named=named)
     return {
         "nvml": gpus,

@@ -47,7 +47,7 @@ CALLS = {
     "processes": "sampling.processes",
     "job": "jobdir.job",
     "jobs": "jobdir.jobs",
-    "holders": "reclaim.all_holders",
+    "holders": "whose.all_holders",
     "reclaim": "reclaim.reclaim",
     "gpu_look": "gpulook.gpu_look",
     "nvml_load": "nvml.load",

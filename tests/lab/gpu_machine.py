@@ -28,6 +28,7 @@ import pytest
 
 from remote.connect import Channel, LocalLink
 from state.project import Host, Project, loads
+from tests.lab.rigs import until
 
 HERE = Path(__file__).parent
 REPO = HERE.parent.parent
@@ -126,6 +127,12 @@ def holder_program() -> Path:
     return built("holder")
 
 
+@dataclass
+class Pool:
+    launcher: int
+    workers: list[int]
+
+
 class Machine:
     """A running machine. `pid` is its first process, as we number it."""
 
@@ -174,6 +181,32 @@ class Machine:
         words = process.stdout.readline().split()
         assert words and words[0] == b"up", words
         return int(words[1])
+
+    def interpreter(self) -> str:
+        """A program of its own that a project can declare as its Python: the holder under another path."""
+        target = self.folder / "env" / "bin" / "python3"
+        if not target.exists():
+            target.parent.mkdir(parents=True)
+            shutil.copy(holder_program(), target)
+        return str(target)
+
+    def pool(self, workers: int, *args: str, program: str | None = None, env: Mapping[str, str] | None = None) -> Pool:
+        """A launcher that leads a session of its own, and workers that hold."""
+        argv = ["setsid", program or str(holder_program()), "--workers", str(workers), *args]
+        process = self.popen(argv, env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        pids = [int(process.stdout.readline().split()[1]) for _ in range(workers)]
+        stat = self.run(["cat", f"/proc/{pids[0]}/stat"]).stdout.decode()
+        return Pool(int(stat.rpartition(")")[2].split()[1]), pids)
+
+    def kill(self, pid: int, number: int = signal.SIGKILL) -> None:
+        """Signal a process of the machine and wait until it is gone."""
+        self.run(["kill", f"-{int(number)}", str(pid)])
+        until(lambda: not self.alive(pid))
+
+    def alive(self, pid: int) -> bool:
+        stat = self.run(["cat", f"/proc/{pid}/stat"]).stdout.decode("utf-8", "replace")
+        return bool(stat) and stat.rpartition(")")[2].split()[0] not in "ZX"
 
     def project(self, extra: str = "") -> Project:
         text = f'[project]\nname = "lab"\n[hosts.here]\nkind = "local"\nstate_dir = "{self.folder}/state"\n{extra}'
