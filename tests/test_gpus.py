@@ -76,7 +76,7 @@ python = "{python}"
 
 
 def test_an_orphaned_pool_is_given_back_and_proved(machine: Machine) -> None:
-    """The recording's case: two workers of a pool hold 2.5 GiB each, their parent was killed; a stranger is beside them."""
+    """The recording's case: a pool's two workers hold 2.5 GiB each, their parent was killed; a stranger beside."""
     python = machine.interpreter()
     machine.project(ORPHANS.format(python=python))
     assert machine.rigbook("clean").returncode == 0, "nothing is wrong yet"
