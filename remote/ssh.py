@@ -165,9 +165,11 @@ class SSHLink(Link):
         while True:
             lane = await self._take()
             try:
-                process = await lane.connection.create_process(
-                    command, encoding=None, request_pty=False, send_env=None, env=None
-                )
+                # A server may answer keepalives and still never answer this.
+                async with asyncio.timeout(max(1.0, began + SESSION_S - clock())) as limit:
+                    process = await lane.connection.create_process(
+                        command, encoding=None, request_pty=False, send_env=None, env=None
+                    )
                 return lane, process
             except asyncssh.ChannelOpenError as error:
                 # This sshd allows fewer sessions than we thought (or has not quite closed the last one): learn it.
@@ -183,6 +185,11 @@ class SSHLink(Link):
             except (asyncssh.Error, OSError) as error:
                 losses += 1
                 self._give(lane)
+                if limit.expired():
+                    raise RigbookError(
+                        "host.no-session", "sshd opens no session, and does not say why",
+                        host=self.name, exit_code=UNREACHABLE,
+                    ) from error  # fmt: skip
                 # A peer that was silent until the keepalive gave up: who waits is told now, not after another wait.
                 if losses >= TRIES or clock() > began + AGAIN_S:
                     raise Lost(str(error)) from error
