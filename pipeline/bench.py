@@ -12,6 +12,8 @@ import time
 from dataclasses import asdict, replace
 from typing import Any, Literal
 
+from msgspec import to_builtins
+
 from pipeline import server
 from pipeline.recipe import folder, pipeline_of
 from pipeline.runs import Update, Work, alone, finished_runs, run_folder, started_runs
@@ -87,7 +89,7 @@ async def _settings(work: Work, names: tuple[str, str]) -> dict[str, Any]:
         manifest = await read_json(link, f"{folder(work.project, stage)}/manifest.json") or {}
         made[stage] = {name: one["sha256"] for name, one in manifest.get("artifacts", {}).items()}
     profiles = {name: server.plan(work.project, name).settings for name in names}
-    return {**pipeline.bench.model_dump(), "profiles": profiles, "made": made}
+    return {**to_builtins(pipeline.bench), "profiles": profiles, "made": made}
 
 
 def _interrupted(work: Work, settings: dict[str, Any]) -> str | None:
@@ -203,7 +205,7 @@ async def _record(
         arm.engine = profile.engine
         arm.engine_version = str(infos.get(name, {}).get("version", ""))
         arm.dtype = str(profile.args.get("dtype", ""))
-        arm.speculative = profile.speculative.model_dump() if profile.speculative else None
+        arm.speculative = to_builtins(profile.speculative) if profile.speculative else None
         arm.draft = _digest(drafter, "drafter") if profile.draft else None
         arm.args = dict(profile.args)
     plain, speculative = list(arms.values())

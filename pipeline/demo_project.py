@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import asdict
+
 from pipeline.stages.protocol import write_bytes, write_json
 from state.errors import FAILED, REFUSED, USAGE, RigbookError
 from state.project import Pipeline
@@ -129,8 +131,8 @@ def frozen_settings() -> str:
     lines = []
     for stage in ("prompts", "generate", "tokenize", "mix", "vocab", "hidden", "train", "predict", "bench"):
         lines.append(f"[pipeline.{stage}]")
-        defaults = Pipeline.model_fields[stage].get_default(call_default_factory=True)
-        lines += [f"{key} = {json.dumps(value)}" for key, value in defaults.model_dump().items()]
+        table = getattr(Pipeline(host="", env="", workdir=""), stage)
+        lines += [f"{key} = {json.dumps(value)}" for key, value in asdict(table).items()]
     return "\n".join(lines)
 
 

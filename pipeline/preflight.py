@@ -5,6 +5,8 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import Any
 
+from msgspec import to_builtins
+
 from state.errors import REFUSED, USAGE, RigbookError
 from state.project import Profile, Project
 
@@ -18,7 +20,7 @@ def check(project: Project, name: str) -> None:
 
 def check_rules(project: Project, name: str, profile: Profile) -> None:
     """A [[rules]] entry forbids `dotted.key=pattern`: `*` and `?` match as in a shell, - and _ are the same in keys."""
-    values = flat(profile.model_dump())
+    values = flat(to_builtins(profile))
     for rule in project.rules:
         key, separator, pattern = rule.forbid.partition("=")
         if not separator:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import asdict
+
 from state.errors import USAGE, RigbookError
 from state.project import Pipeline, Project
 
@@ -34,7 +36,7 @@ def _base_url(project: Project) -> str:
 def _prompts(project: Project) -> dict[str, Any]:
     p = pipeline_of(project)
     return {
-        **p.prompts.model_dump(),
+        **asdict(p.prompts),
         "base_url": _base_url(project),
         "concurrency": p.generate.concurrency,
     }
@@ -42,7 +44,8 @@ def _prompts(project: Project) -> dict[str, Any]:
 
 def _generate(project: Project) -> dict[str, Any]:
     p = pipeline_of(project)
-    return {**p.generate.model_dump(exclude={"profile"}), "base_url": _base_url(project)}
+    settings = {key: value for key, value in asdict(p.generate).items() if key != "profile"}
+    return {**settings, "base_url": _base_url(project)}
 
 
 def _held(project: Project) -> dict[str, Any]:
@@ -52,7 +55,7 @@ def _held(project: Project) -> dict[str, Any]:
 
 def _only(name: str) -> Callable[[Project], dict[str, Any]]:
     def settings(project: Project) -> dict[str, Any]:
-        table: dict[str, Any] = getattr(pipeline_of(project), name).model_dump()
+        table: dict[str, Any] = asdict(getattr(pipeline_of(project), name))
         return table
 
     return settings

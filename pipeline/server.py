@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from msgspec.structs import asdict
+
 from pipeline import preflight
 from pipeline.engines import ENGINES, Engine
 from pipeline.runs import STAGE_PACKAGES, Update, Work, job_key, run_folder, settle
@@ -71,7 +73,7 @@ def plan(project: Project, name: str) -> Plan:
         "host": "127.0.0.1",
         "port": profile.port,
         "draft": profile.draft,
-        "speculative": profile.speculative.model_dump() if profile.speculative else None,
+        "speculative": asdict(profile.speculative) if profile.speculative else None,
         "args": dict(profile.args),
     }
     return Plan(

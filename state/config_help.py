@@ -10,9 +10,12 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from state.errors import USAGE, RigbookError
+from state.models import twin
 from state.outline import FILE_NAME
-from state.tables import Project
+from state.tables import Project as Tables
 from state.toml_positions import underscored
+
+Project = twin(Tables)
 
 
 def schema() -> dict[str, Any]:

@@ -10,11 +10,10 @@ import difflib
 import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
-from pydantic import ValidationError
+import msgspec
 
-from state.config_help import explain, keys_at, schema
 from state.errors import USAGE, RigbookError
 from state.outline import FILE_NAME, STAGES, find, journal_path, outline_of, parse
 from state.tables import Action, Env, Host, Pipeline, Profile, Project, Secret, Speculative, Target
@@ -32,12 +31,10 @@ __all__ = [
     "Secret",
     "Speculative",
     "Target",
-    "explain",
     "find",
     "journal_path",
     "load",
     "loads",
-    "schema",
 ]
 
 
@@ -67,18 +64,51 @@ def loads(text: str, root: Path) -> Project:
     merged = dict(raw)
     if isinstance(raw.get("profiles"), dict):
         merged["profiles"] = _resolve_profiles(raw["profiles"], origin, problems)
+    merged = _spelled(merged, Project)
     try:
-        project = Project.model_validate(merged)
-    except ValidationError as error:
-        problems += [origin.problem(dict(item)) for item in _one_per_union(error.errors())]
+        project = msgspec.convert(merged, Project, strict=True)
+    except msgspec.ValidationError as error:
+        problems += [origin.problem(item) for item in _complaints(merged, error)]
         problems += _dangling(merged, origin)
         raise _invalid(_told(problems)) from None
     problems += _dangling(merged, origin)
     if problems:
         raise _invalid(_told(problems))
-    project._root = root.resolve()
-    project._outline = outline_of(raw, fallback_name=root.name)
+    project.__dict__.update(root_=root.resolve(), outline_=outline_of(raw, fallback_name=root.name))
     return project
+
+
+def _spelled(raw: Any, kind: Any) -> Any:
+    """`raw` with every known key in its underscored spelling. A key in both spellings stays as it is: unknown."""
+    if isinstance(raw, dict) and isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        hints = get_type_hints(kind)
+        table: dict[str, Any] = {}
+        for name, value in raw.items():
+            other = name.replace("-", "_")
+            key = other if other in hints and other not in raw else name
+            table[key] = _spelled(value, hints.get(key))
+        return table
+    inner = next((item for item in get_args(kind) if isinstance(item, type) and issubclass(item, msgspec.Struct)), None)
+    if inner is None:
+        return raw
+    if isinstance(raw, list):
+        return [_spelled(item, inner) for item in raw]
+    if isinstance(raw, dict) and get_origin(kind) is dict:
+        return {name: _spelled(value, inner) for name, value in raw.items()}
+    return _spelled(raw, inner)
+
+
+def _complaints(merged: dict[str, Any], first: msgspec.ValidationError) -> list[dict[str, Any]]:
+    """Everything that is wrong with the tables. msgspec stops at the first problem, its pydantic twins do not."""
+    from pydantic import ValidationError
+
+    from state.models import twin
+
+    try:
+        twin(Project).model_validate(merged)
+    except ValidationError as error:
+        return _one_per_union(error.errors())
+    return [{"loc": (), "type": "value_error", "msg": str(first)}]
 
 
 def _one_per_union(errors: Iterable[Any]) -> list[dict[str, Any]]:
@@ -165,6 +195,8 @@ class _Origin:
         key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
         kind = error["type"]
         if kind == "extra_forbidden":
+            from state.config_help import keys_at
+
             name, known = str(path[-1]), keys_at(path[:-1])
             near = difflib.get_close_matches(name.replace("-", "_"), known, 1, cutoff=0.55)
             advice = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"

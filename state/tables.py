@@ -1,12 +1,16 @@
-"""The tables of `rigbook.toml` as strict pydantic models. `state.project` reads files into them."""
+"""The tables of `rigbook.toml` as strict, frozen structs. `state.project` reads files into them.
+
+msgspec rather than pydantic: the tables are made each time that any command starts, and here that costs a
+millisecond. What is wrong with a file that does not fit is worked out by their pydantic twins (`state.models`).
+"""
 
 from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from msgspec import Meta, Struct, field
 
 from state.errors import USAGE, RigbookError
 from state.outline import Outline
@@ -18,47 +22,36 @@ HostKind = Literal["proxmox", "lxc", "vm", "linux", "local"]
 EngineName = Literal["sglang", "vllm", "reference"]
 
 
-class Table(BaseModel):
+class Table(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A table of the file. `max-tokens` and `max_tokens` are the same key."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _underscores(cls, raw: Any) -> Any:
-        if not isinstance(raw, dict):
-            return raw
-        known = cls.model_fields
-        return {
-            (name.replace("-", "_") if isinstance(name, str) and name.replace("-", "_") in known else name): value
-            for name, value in raw.items()
-        }
+class ProjectInfo(Table, frozen=True, kw_only=True):
+    name: Annotated[str, Meta(description="what the project is called, everywhere", min_length=1)]
+    goal: Annotated[str, Meta(description="one or two sentences: what is wanted; the first section of the book")] = ""
+    instructions: Annotated[list[str], Meta(description="standing rules for everyone, people and agents")] = []
+    ssh_config: Annotated[
+        str | None,
+        Meta(description="an OpenSSH client configuration for every host, relative to this file; default: your own"),
+    ] = None
 
 
-class ProjectInfo(Table):
-    name: str = Field(min_length=1, description="what the project is called, everywhere")
-    goal: str = Field(default="", description="one or two sentences: what is wanted; the first section of the book")
-    instructions: list[str] = Field(default=[], description="standing rules for everyone, people and agents")
-    ssh_config: str | None = Field(
-        default=None,
-        description="an OpenSSH client configuration for every host, relative to this file; default: your own",
-    )
-
-
-class Host(Table):
-    kind: HostKind = Field(description="what sort of machine this is")
-    on: str | None = Field(default=None, description="the host that this guest runs on")
-    vmid: int | None = Field(default=None, ge=1, description="its number on the Proxmox host")
-    ssh: str | None = Field(
-        default=None,
-        description="anything ssh understands: an alias or user@host[:port]; a guest can do without, by on and vmid",
-    )
-    route: Route | None = Field(
-        default=None,
-        description="how it is reached; default: ssh where that is set, else pct (lxc) or the guest agent (vm)",
-    )
-    state_dir: str = Field(default="~/.local/state/rigbook", description="where jobs live on that host; never /tmp")
-    played: bool = Field(default=False, description="a stand-in that the demo plays; shown as such everywhere")
+class Host(Table, frozen=True, kw_only=True):
+    kind: Annotated[HostKind, Meta(description="what sort of machine this is")]
+    on: Annotated[str | None, Meta(description="the host that this guest runs on")] = None
+    vmid: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="its number on the Proxmox host")] = None
+    ssh: Annotated[
+        str | None,
+        Meta(
+            description="anything ssh understands: an alias or user@host[:port]; a guest can do without, by on and vmid"
+        ),
+    ] = None
+    route: Annotated[
+        Route | None,
+        Meta(description="how it is reached; default: ssh where that is set, else pct (lxc) or the guest agent (vm)"),
+    ] = None
+    state_dir: Annotated[str, Meta(description="where jobs live on that host; never /tmp")] = "~/.local/state/rigbook"
+    played: Annotated[bool, Meta(description="a stand-in that the demo plays; shown as such everywhere")] = False
 
     @property
     def reached_by(self) -> Literal["local", "ssh", "pct", "agent", "none"]:
@@ -73,159 +66,170 @@ class Host(Table):
         return guests.get(self.kind, "none") if self.on and self.vmid else "none"
 
 
-class Env(Table):
-    host: str = Field(description="the host it lies on")
-    python: str = Field(description="absolute path of its python")
-    vars: dict[str, str] = Field(default={}, description="environment variables for everything that runs in it")
+class Env(Table, frozen=True, kw_only=True):
+    host: Annotated[str, Meta(description="the host it lies on")]
+    python: Annotated[str, Meta(description="absolute path of its python")]
+    vars: Annotated[dict[str, str], Meta(description="environment variables for everything that runs in it")] = {}
 
 
-class Target(Table):
-    path: str = Field(description="directory of the target model, on the pipeline's host")
-    name: str | None = Field(
-        default=None, description="how servers and the book call it; default: the directory's name"
+class Target(Table, frozen=True, kw_only=True):
+    path: Annotated[str, Meta(description="directory of the target model, on the pipeline's host")]
+    name: Annotated[str | None, Meta(description="how servers and the book call it; default: the directory's name")] = (
+        None
     )
-    package: str | None = Field(
-        default=None, description="a Python package that carries the model; left out: the directory must be there"
+    package: Annotated[
+        str | None, Meta(description="a Python package that carries the model; left out: the directory must be there")
+    ] = None
+    special_tokens: Annotated[
+        dict[str, int], Meta(description="tokens whose ids must hold; preflight checks them")
+    ] = {}
+
+
+class Speculative(Table, frozen=True, kw_only=True):
+    algorithm: Annotated[str, Meta(description="as the engine spells it, e.g. EAGLE3 (not EAGLE: another code path)")]
+    steps: Annotated[int, Meta(description="draft steps per verify step", ge=1)]
+    topk: Annotated[int, Meta(description="branches kept per draft step; 1 is a chain", ge=1)] = 1
+    draft_tokens: Annotated[int, Meta(description="tokens the target verifies at once; a chain has steps + 1", ge=1)]
+
+
+class Profile(Table, frozen=True, kw_only=True):
+    extends: Annotated[str | None, Meta(description="a profile to start from; its tables are merged key by key")] = None
+    env: Annotated[str, Meta(description="the env the server runs in")]
+    engine: Annotated[EngineName, Meta(description="which server")]
+    port: Annotated[int, Meta(description="TCP port on the env's host", ge=1, le=65535)]
+    args: Annotated[dict[str, Value], Meta(description="server arguments, as the engine spells them, without --")] = {}
+    vars: Annotated[dict[str, str], Meta(description="environment variables of the server")] = {}
+    draft: Annotated[str | None, Meta(description="directory of the draft model")] = None
+    speculative: Annotated[Speculative | None, Meta(description="speculative decoding; left out: none")] = None
+
+
+class PromptsTable(Table, frozen=True, kw_only=True):
+    seeds: Annotated[bool, Meta(description="use the prompts that ship with rigbook")] = True
+    self_written: Annotated[int, Meta(description="prompts that the target writes itself", ge=0)] = 400
+    held_self: Annotated[int, Meta(description="of those, held out for measuring", ge=1)] = 24
+    held_people: Annotated[int, Meta(description="prompts written by people, held out for measuring", ge=1)] = 24
+    temperature: Annotated[float, Meta(description="sampling temperature while it writes prompts", ge=0)] = 1.0
+    max_tokens: Annotated[int, Meta(description="longest prompt it may write, tokens", ge=1)] = 64
+    seed: Annotated[int, Meta(description="random seed")] = 0
+
+
+class GenerateTable(Table, frozen=True, kw_only=True):
+    profile: Annotated[str, Meta(description="the server profile that answers")] = "baseline"
+    max_tokens: Annotated[int, Meta(description="longest response, tokens", ge=1)] = 160
+    temperature: Annotated[float, Meta(description="sampling temperature of responses", ge=0)] = 0.7
+    concurrency: Annotated[int, Meta(description="requests in flight", ge=1)] = 64
+
+
+class TokenizeTable(Table, frozen=True, kw_only=True):
+    max_len: Annotated[int, Meta(description="longest sample, tokens; longer ones are cut and counted", ge=2)] = 512
+
+
+class MixTable(Table, frozen=True, kw_only=True):
+    seed: Annotated[int, Meta(description="random seed of the shuffle")] = 0
+
+
+class VocabTable(Table, frozen=True, kw_only=True):
+    size: Annotated[int, Meta(description="draft vocabulary, tokens", ge=1)] = 8192
+
+
+class HiddenTable(Table, frozen=True, kw_only=True):
+    layers: Annotated[list[int], Meta(description="layers whose inputs the drafter sees; empty: 2, L//2, L-3")] = []
+    dtype: Annotated[str, Meta(description="number format the target computes in (states are stored in bf16)")] = (
+        "bfloat16"
     )
-    special_tokens: dict[str, int] = Field(default={}, description="tokens whose ids must hold; preflight checks them")
 
 
-class Speculative(Table):
-    algorithm: str = Field(description="as the engine spells it, e.g. EAGLE3 (not EAGLE: another code path)")
-    steps: int = Field(ge=1, description="draft steps per verify step")
-    topk: int = Field(default=1, ge=1, description="branches kept per draft step; 1 is a chain")
-    draft_tokens: int = Field(ge=1, description="tokens the target verifies at once; a chain has steps + 1")
+class TrainTable(Table, frozen=True, kw_only=True):
+    ttt_steps: Annotated[int, Meta(description="training-time-test steps", ge=1)] = 3
+    minutes: Annotated[float, Meta(description="time budget, minutes", gt=0)] = 2.75
+    batch_tokens: Annotated[int, Meta(description="tokens a step, prompts included", ge=1)] = 512
+    lr: Annotated[float, Meta(description="peak learning rate", gt=0)] = 1e-3
+    dtype: Annotated[str, Meta(description="number format of the matrix products")] = "bfloat16"
+    seed: Annotated[int, Meta(description="random seed")] = 0
 
 
-class Profile(Table):
-    extends: str | None = Field(default=None, description="a profile to start from; its tables are merged key by key")
-    env: str = Field(description="the env the server runs in")
-    engine: EngineName = Field(description="which server")
-    port: int = Field(ge=1, le=65535, description="TCP port on the env's host")
-    args: dict[str, Value] = Field(default={}, description="server arguments, as the engine spells them, without --")
-    vars: dict[str, str] = Field(default={}, description="environment variables of the server")
-    draft: str | None = Field(default=None, description="directory of the draft model")
-    speculative: Speculative | None = Field(default=None, description="speculative decoding; left out: none")
+class PredictTable(Table, frozen=True, kw_only=True):
+    steps: Annotated[int, Meta(description="draft steps to predict accept length for", ge=1)] = 3
 
 
-class PromptsTable(Table):
-    seeds: bool = Field(default=True, description="use the prompts that ship with rigbook")
-    self_written: int = Field(default=400, ge=0, description="prompts that the target writes itself")
-    held_self: int = Field(default=24, ge=1, description="of those, held out for measuring")
-    held_people: int = Field(default=24, ge=1, description="prompts written by people, held out for measuring")
-    temperature: float = Field(default=1.0, ge=0, description="sampling temperature while it writes prompts")
-    max_tokens: int = Field(default=64, ge=1, description="longest prompt it may write, tokens")
-    seed: int = Field(default=0, description="random seed")
+class BenchTable(Table, frozen=True, kw_only=True):
+    rounds: Annotated[int, Meta(description="server launches per arm, interleaved", ge=1)] = 3
+    max_tokens: Annotated[int, Meta(description="output tokens a request", ge=1)] = 64
+    prompts: Annotated[int, Meta(description="held-out prompts per kind", ge=1)] = 8
+    steps: Annotated[int, Meta(description="draft steps of the n-gram lookup it is compared with", ge=1)] = 3
 
 
-class GenerateTable(Table):
-    profile: str = Field(default="baseline", description="the server profile that answers")
-    max_tokens: int = Field(default=160, ge=1, description="longest response, tokens")
-    temperature: float = Field(default=0.7, ge=0, description="sampling temperature of responses")
-    concurrency: int = Field(default=64, ge=1, description="requests in flight")
-
-
-class TokenizeTable(Table):
-    max_len: int = Field(default=512, ge=2, description="longest sample, tokens; longer ones are cut and counted")
-
-
-class MixTable(Table):
-    seed: int = Field(default=0, description="random seed of the shuffle")
-
-
-class VocabTable(Table):
-    size: int = Field(default=8192, ge=1, description="draft vocabulary, tokens")
-
-
-class HiddenTable(Table):
-    layers: list[int] = Field(default=[], description="layers whose inputs the drafter sees; empty: 2, L//2, L-3")
-    dtype: str = Field(
-        default="bfloat16", description="number format the target computes in (states are stored in bf16)"
+class Pipeline(Table, frozen=True, kw_only=True):
+    host: Annotated[str, Meta(description="the host the stages run on")]
+    env: Annotated[str, Meta(description="the env they run in")]
+    workdir: Annotated[str, Meta(description="where their artifacts go, one directory a stage")]
+    prompts: Annotated[PromptsTable, Meta(description="prompts to train and measure on")] = field(
+        default_factory=PromptsTable
     )
+    generate: Annotated[GenerateTable, Meta(description="the target's own responses")] = field(
+        default_factory=GenerateTable
+    )
+    tokenize: Annotated[TokenizeTable, Meta(description="token ids and loss mask")] = field(
+        default_factory=TokenizeTable
+    )
+    mix: Annotated[MixTable, Meta(description="shuffle; drop what overlaps with held-out prompts")] = field(
+        default_factory=MixTable
+    )
+    vocab: Annotated[VocabTable, Meta(description="map between draft and target vocabulary")] = field(
+        default_factory=VocabTable
+    )
+    hidden: Annotated[HiddenTable, Meta(description="hidden states of the target")] = field(default_factory=HiddenTable)
+    train: Annotated[TrainTable, Meta(description="the drafter's training")] = field(default_factory=TrainTable)
+    predict: Annotated[PredictTable, Meta(description="accept length predicted offline")] = field(
+        default_factory=PredictTable
+    )
+    bench: Annotated[BenchTable, Meta(description="the benchmark at the end")] = field(default_factory=BenchTable)
 
 
-class TrainTable(Table):
-    ttt_steps: int = Field(default=3, ge=1, description="training-time-test steps")
-    minutes: float = Field(default=2.75, gt=0, description="time budget, minutes")
-    batch_tokens: int = Field(default=512, ge=1, description="tokens a step, prompts included")
-    lr: float = Field(default=1e-3, gt=0, description="peak learning rate")
-    dtype: str = Field(default="bfloat16", description="number format of the matrix products")
-    seed: int = Field(default=0, description="random seed")
+class Rule(Table, frozen=True, kw_only=True):
+    forbid: Annotated[str, Meta(description="what preflight refuses, e.g. args.kv-cache-dtype=fp8*")]
+    because: Annotated[str, Meta(description="why, told with the refusal")]
 
 
-class PredictTable(Table):
-    steps: int = Field(default=3, ge=1, description="draft steps to predict accept length for")
+class Action(Table, frozen=True, kw_only=True):
+    host: Annotated[str, Meta(description="where it runs")]
+    run: Annotated[list[str], Meta(description="the command, one argument an item; no shell", min_length=1)]
 
 
-class BenchTable(Table):
-    rounds: int = Field(default=3, ge=1, description="server launches per arm, interleaved")
-    max_tokens: int = Field(default=64, ge=1, description="output tokens a request")
-    prompts: int = Field(default=8, ge=1, description="held-out prompts per kind")
-    steps: int = Field(default=3, ge=1, description="draft steps of the n-gram lookup it is compared with")
+class Secret(Table, frozen=True, kw_only=True):
+    file: Annotated[str | None, Meta(description="file that holds it")] = None
+    env: Annotated[str | None, Meta(description="environment variable that holds it")] = None
+    host: Annotated[str, Meta(description="the host where it is; the secret itself never leaves it")]
 
-
-class Pipeline(Table):
-    host: str = Field(description="the host the stages run on")
-    env: str = Field(description="the env they run in")
-    workdir: str = Field(description="where their artifacts go, one directory a stage")
-    prompts: PromptsTable = Field(default_factory=PromptsTable, description="prompts to train and measure on")
-    generate: GenerateTable = Field(default_factory=GenerateTable, description="the target's own responses")
-    tokenize: TokenizeTable = Field(default_factory=TokenizeTable, description="token ids and loss mask")
-    mix: MixTable = Field(default_factory=MixTable, description="shuffle; drop what overlaps with held-out prompts")
-    vocab: VocabTable = Field(default_factory=VocabTable, description="map between draft and target vocabulary")
-    hidden: HiddenTable = Field(default_factory=HiddenTable, description="hidden states of the target")
-    train: TrainTable = Field(default_factory=TrainTable, description="the drafter's training")
-    predict: PredictTable = Field(default_factory=PredictTable, description="accept length predicted offline")
-    bench: BenchTable = Field(default_factory=BenchTable, description="the benchmark at the end")
-
-
-class Rule(Table):
-    forbid: str = Field(description="what preflight refuses, e.g. args.kv-cache-dtype=fp8*")
-    because: str = Field(description="why, told with the refusal")
-
-
-class Action(Table):
-    host: str = Field(description="where it runs")
-    run: list[str] = Field(min_length=1, description="the command, one argument an item; no shell")
-
-
-class Secret(Table):
-    file: str | None = Field(default=None, description="file that holds it")
-    env: str | None = Field(default=None, description="environment variable that holds it")
-    host: str = Field(description="the host where it is; the secret itself never leaves it")
-
-    @model_validator(mode="after")
-    def _one_place(self) -> Secret:
+    def __post_init__(self) -> None:
         if (self.file is None) == (self.env is None):
             raise ValueError("say either file or env")
-        return self
 
 
-class Project(Table):
+class Project(Table, frozen=True, kw_only=True, dict=True):
     """The whole file. `.profiles` have `extends` resolved already."""
 
-    project: ProjectInfo = Field(description="what this is about")
-    hosts: dict[str, Host] = Field(default={}, description="the machines")
-    envs: dict[str, Env] = Field(default={}, description="Python environments on them")
-    target: Target | None = Field(default=None, description="the model that the drafter drafts for")
-    profiles: dict[str, Profile] = Field(default={}, description="named server configurations")
-    pipeline: Pipeline | None = Field(default=None, description="prompts → drafter → benchmark")
-    rules: list[Rule] = Field(default=[], description="instructions that a machine can enforce")
-    actions: dict[str, Action] = Field(default={}, description="scripted remote actions of your own")
-    secrets: dict[str, Secret] = Field(default={}, description="where secrets are, never the secrets")
-
-    _root: Path = PrivateAttr(default=Path("."))
-    _outline: Outline = PrivateAttr(default=Outline())
+    project: Annotated[ProjectInfo, Meta(description="what this is about")]
+    hosts: Annotated[dict[str, Host], Meta(description="the machines")] = {}
+    envs: Annotated[dict[str, Env], Meta(description="Python environments on them")] = {}
+    target: Annotated[Target | None, Meta(description="the model that the drafter drafts for")] = None
+    profiles: Annotated[dict[str, Profile], Meta(description="named server configurations")] = {}
+    pipeline: Annotated[Pipeline | None, Meta(description="prompts → drafter → benchmark")] = None
+    rules: Annotated[list[Rule], Meta(description="instructions that a machine can enforce")] = []
+    actions: Annotated[dict[str, Action], Meta(description="scripted remote actions of your own")] = {}
+    secrets: Annotated[dict[str, Secret], Meta(description="where secrets are, never the secrets")] = {}
 
     @property
     def root(self) -> Path:
         """The directory that holds the file."""
-        return self._root
+        root: Path = self.__dict__.get("root_", Path("."))
+        return root
 
     @property
     def outline(self) -> Outline:
         """The same file as the book sees it."""
-        return self._outline
+        outline: Outline = self.__dict__.get("outline_", Outline())
+        return outline
 
     def profile(self, name: str) -> Profile:
         """The profile with everything it extends merged in. Raises RigbookError `profile.unknown`."""

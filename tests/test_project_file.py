@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import to_builtins
+from pydantic import ValidationError
 
+from state.config_help import explain, schema
 from state.errors import USAGE, RigbookError
+from state.models import twin
 from state.outline import read_outline
-from state.project import explain, find, load, loads, schema
+from state.project import Pipeline, Project, find, load, loads
 from state.toml_positions import positions
 from tests.lab.rig_journal import PROJECT
 
@@ -271,3 +279,42 @@ w = 1
 @given(st.text())
 def test_positions_never_hang_or_raise(text: str) -> None:
     assert all(1 <= line <= text.count("\n") + 1 for line in positions(text).values())
+
+
+def _mutations(raw: Any) -> Iterator[Any]:
+    """The document with one value replaced by each of many others, or one key taken out or put in."""
+    replacements = (1, 0, -1, 70000, 1.5, float("nan"), True, "x", "", [], {}, ["x"], [1], date(2026, 1, 1))
+    if isinstance(raw, dict):
+        for key, value in raw.items():
+            rest = {name: other for name, other in raw.items() if name != key}
+            yield rest
+            for other in (*replacements, *_mutations(value)):
+                yield {**rest, key: other}
+        yield {**raw, "unheard-of": 1}
+    elif isinstance(raw, list):
+        for at, value in enumerate(raw):
+            for other in (*replacements, *_mutations(value)):
+                yield [*raw[:at], other, *raw[at + 1 :]]
+
+
+def test_the_structs_and_their_pydantic_twins_judge_alike() -> None:
+    """One reads files, the other says what is wrong with them: a file that only one accepts would be told nonsense."""
+    parts = {"target": {"path": "/m"}, "rules": [{"forbid": "a=b", "because": "c"}], "actions": {"a": {"host": "llm"}}}
+    pipeline = to_builtins(Pipeline(host="llm", env="serve", workdir="/w"))
+    whole = to_builtins(loads(RICH, Path("."))) | parts | {"pipeline": pipeline}
+    whole["actions"]["a"]["run"] = ["true"]
+    model, tried = twin(Project), 0
+    for raw in _mutations(whole):
+        tried += 1
+        try:
+            model.model_validate(raw)
+            fits = True
+        except ValidationError:
+            fits = False
+        try:
+            msgspec.convert(raw, Project, strict=True)
+            accepted = True
+        except msgspec.ValidationError:
+            accepted = False
+        assert fits == accepted, raw
+    assert tried > 1000

@@ -167,9 +167,27 @@ def dispatch(words: list[str], flags: set[str]) -> int:
         if quickly(words[2:]):
             return 0
     if name == "exec" and "--" in words:
-        words.insert(words.index("--"), "--")  # the parser swallows one, and `exec` must see where the command begins
+        at = words.index("--")
+        if words[0] == "exec" and not any(word.startswith("-") for word in words[1:at]):
+            return without_parser(COMMANDS[name], words=words[1:])
+        words.insert(at, "--")  # the parser swallows one, and `exec` must see where the command begins
     result = build(name)(args=words or ["--help"], prog_name="rigbook", standalone_mode=True)
     return int(result or 0)
+
+
+def without_parser(command: Command, **given: Any) -> int:
+    """Call a command whose words need no parsing: typer's parser costs more than a command on a warm connection."""
+    from inspect import signature
+
+    import typer
+
+    function = getattr(import_module(command.module), command.attr)
+    defaults = {key: parameter.default.default for key, parameter in signature(function).parameters.items()}
+    try:
+        function(**defaults | given)
+    except typer.Exit as end:
+        return end.exit_code
+    return 0
 
 
 def build(name: str | None) -> Any:
