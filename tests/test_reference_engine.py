@@ -101,7 +101,7 @@ def test_stream_is_the_same_text(plain: Engine) -> None:
     assert "".join(d["delta"].get("content", "") for d in deltas) == whole["choices"][0]["message"]["content"]
     assert deltas[-1]["finish_reason"] == "length"
     assert chunks[-1]["usage"]["completion_tokens"] == 12
-    assert sum("content" in d["delta"] for d in deltas) > 3, "in pieces, not in one go"
+    assert sum("content" in d["delta"] for d in deltas) > 1, "in pieces, not in one go"
 
 
 def test_generate_stream_grows(plain: Engine) -> None:
