@@ -74,8 +74,10 @@ def spawn(state: node.Node, guest: node.Guest, command: list[str], data: bytes |
 
 def follow(guest: node.Guest, limit: int, command: list[str]) -> None:
     pipe = subprocess.PIPE
-    attach = ["lxc-attach", "-P", guest["path"], "-n", guest["lxc"], "--clear-env", "--", *command]
-    child = subprocess.Popen(attach, stdin=pipe, stdout=pipe, stderr=pipe, cwd="/")
+    # Not lxc-attach: that tells a signal as exit code 128+n, the agent tells it as a signal.
+    enter = ["nsenter", "-t", str(node.pid(guest)), "-a", "-r", "-w", "--", *command]
+    path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    child = subprocess.Popen(enter, stdin=pipe, stdout=pipe, stderr=pipe, env={"PATH": path})
     print(child.pid, flush=True)
     os.close(1)
     out, err = child.communicate(sys.stdin.buffer.read())
@@ -86,10 +88,10 @@ def follow(guest: node.Guest, limit: int, command: list[str]) -> None:
             told[f"{name}-data"] = base64.b64encode(data[:limit]).decode()
         if len(data) > limit:
             told[f"{name}-truncated"] = 1
-    path = record(guest, child.pid)
-    with open(path + ".new", "w") as file:
+    kept = record(guest, child.pid)
+    with open(kept + ".new", "w") as file:
         json.dump(told, file)
-    os.replace(path + ".new", path)
+    os.replace(kept + ".new", kept)
 
 
 def exec_status(guest: node.Guest, pid: int) -> dict[str, Any]:
