@@ -240,10 +240,15 @@ class Link(ABC):
 
         await files.get(self, remote, local)
 
-    async def put_tree(self, tree: Mapping[str, bytes | Path], remote_dir: str) -> None:
+    async def put_tree(self, local: Path, remote: str) -> None:
         from remote import files
 
-        await files.put_tree(self, tree, remote_dir)
+        await files.put_tree(self, local, remote)
+
+    async def get_tree(self, remote: str, local: Path) -> None:
+        from remote import files
+
+        await files.get_tree(self, remote, local)
 
 
 async def _feed(channel: Channel, line: bytes, feed: Feed) -> None:

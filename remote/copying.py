@@ -74,7 +74,7 @@ class Copied:
     checked: bool = True  # both ends computed the same digest
     resumed: int = 0  # bytes that an earlier try had brought
     through: str = ""  # the name was a link to this
-    noexec: bool = False  # nothing can be started from that file system
+    noexec: bool = False  # it is a program, and nothing can be started from that file system
     by: str = "courier"
 
 

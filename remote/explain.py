@@ -11,6 +11,12 @@ EXPLAIN: dict[str, str] = {
     "clean.other-host": "A plan names processes of one host and is never carried out on another.",
     "demo.host-not-started": "A played host of the demo ended at once. Its host.log in the demo's folder says why; a "
     "full disk and a folder on a file system without locks are the usual reasons.",
+    "exec.given-up": "With --first-failure the hosts that had not ended were sent TERM when another one failed. Nobody "
+    "waited for their end, so it is not known.",
+    "exec.no-interpreter": "The script begins with #! and nothing behind it.",
+    "exec.no-script": "The file given with --script cannot be read here.",
+    "exec.sudo-refused": "sudo -n never asks: it refuses when it would want a password or the command is not allowed. "
+    "A line in sudoers with NOPASSWD for that command lets it run.",
     "file.denied": "The far side refused the file. Nothing was changed. Look at the owner and mode of its directory.",
     "file.is-directory": "The name is a directory on the far side; name the file in it.",
     "file.no-space": "The far disk is full. The file keeps what it held before; nothing half-written has its name.",
@@ -21,6 +27,9 @@ EXPLAIN: dict[str, str] = {
     "file.io": "The disk there reported an error; its kernel log (dmesg) says more. The file keeps what it held.",
     "file.mismatch": "What arrived is not what was sent: the digests of the two ends differ, or the file changed while "
     "it was copied. Nothing was put in place.",
+    "file.no-rsync": "Deleting what the other side does not have is left to rsync, which both ends must have.",
+    "file.noexec": "The file system is mounted noexec: it keeps files, but no program starts from there. Name the "
+    "interpreter (python3 FILE, sh FILE), or put it elsewhere. rigbook's own jobs and probes do not mind.",
     "file.special": "The name is a device, a socket or a pipe. Replacing one by a file would break what uses it.",
     "file.failed": "The far side could not do it; its own words are quoted.",
     "file.quota": "The user's disk quota on the far side is used up. The file keeps what it held before.",
@@ -51,6 +60,9 @@ EXPLAIN: dict[str, str] = {
     "host.no-config": "The file that project.ssh_config names is not there. Paths are relative to rigbook.toml.",
     "host.no-python": "Jobs and probes need Python 3.9 or newer on the host, with its standard library only.",
     "host.no-route": "The host has no `ssh`. Give it an address or an alias; a guest can do with `on` and `vmid`.",
+    "host.no-tar": "Directories travel as a tar archive, and the host has no tar.",
+    "host.path": "A command over ssh gets the PATH of a non-login shell; what ~/.profile, conda or CUDA packages add "
+    "is not in it. Give the absolute name, or set PATH in an env of rigbook.toml. `rigbook doctor HOST` lists both.",
     "host.no-session": "sshd accepts the connection but opens no session on it: look at MaxSessions and its log.",
     "host.no-shell": "The login shell ended before our command began. Often an account without a shell, or a start-up "
     "file that calls exit or exec.",

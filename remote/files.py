@@ -6,12 +6,11 @@ there is no Python. Every write goes to a name of its own, is counted, compared 
 link reads as end of input on the far side, so without the count half a file would take the name of a whole one.
 Large files go on where an earlier try was cut, after both ends have agreed on what is there.
 
-Trees are in trees.py and sync.py.
+Directories are in trees.py and sync.py.
 """
 
 from __future__ import annotations
 
-import asyncio
 import io
 import os
 import tarfile
@@ -22,10 +21,26 @@ from remote import shell
 from remote.connect import Link
 from remote.copying import Copied, Progress, check
 from remote.download import get, read
+from remote.sync import sync_tree
+from remote.trees import TreeCopied, get_tree, put_tree
 from remote.upload import put, write
 from state.errors import USAGE, RigbookError
 
-__all__ = ["Copied", "Progress", "check", "get", "pack", "put", "put_tree", "read", "write"]
+__all__ = [
+    "Copied",
+    "Progress",
+    "TreeCopied",
+    "check",
+    "get",
+    "get_tree",
+    "is_directory",
+    "pack",
+    "put",
+    "put_tree",
+    "read",
+    "sync_tree",
+    "write",
+]
 
 
 def pack(tree: Mapping[str, bytes | Path]) -> bytes:
@@ -45,9 +60,9 @@ def pack(tree: Mapping[str, bytes | Path]) -> bytes:
     return buffer.getvalue()
 
 
-async def put_tree(link: Link, tree: Mapping[str, bytes | Path], remote_dir: str) -> None:
-    """Files into `remote_dir` (made when missing), in one round trip. After a cut, some of them may be there."""
-    data = await asyncio.to_thread(pack, tree)
-    where = shell.path(remote_dir)
-    script = f"LC_ALL=C;export LC_ALL;umask 077;mkdir -p {where}&&cd {where}&&exec tar -xf -"
-    check(await link.run(script=script, stdin=data), remote_dir)
+async def is_directory(link: Link, remote: str) -> bool:
+    """Whether the name is a directory's there, or a link to one."""
+    found = await link.run(script=f"[ -d {shell.path(remote)} ]", timeout=20)
+    if found.exit == 1:
+        return False
+    return found.check(f"looking at {remote}").ok

@@ -68,6 +68,7 @@ class _Put:
     ) -> None:  # fmt: skip
         self.link, self.python, self.file, self.info, self.remote = link, python, file, info, remote
         self.progress = progress or (lambda done, total: None)
+        self.mode = mode
         self.sparse = courier.is_sparse(info)
         key = _key(file.fileno(), info) if info.st_size >= LARGE and not self.sparse else ""
         self.ask = {"do": "put", "path": remote, "size": info.st_size, "mode": mode, "key": key, "resume": bool(key)}
@@ -96,7 +97,7 @@ class _Put:
         told = _outcome(result, self.remote, self.digest.hexdigest())
         return Copied(
             self.info.st_size, None if self.sparse else told["sha256"], True, self.resumed, told.get("through", ""),
-            told["noexec"],
+            told["noexec"] and bool(self.mode & 0o111),
         )  # fmt: skip
 
     def _answer(self, data: bytes) -> None:

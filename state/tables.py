@@ -194,6 +194,9 @@ class Rule(Table, frozen=True, kw_only=True):
 class Action(Table, frozen=True, kw_only=True):
     host: Annotated[str, Meta(description="where it runs")]
     run: Annotated[list[str], Meta(description="the command, one argument an item; no shell", min_length=1)]
+    timeout: Annotated[
+        Annotated[float, Meta(gt=0)] | None, Meta(description="stop it after this many seconds, on the far side too")
+    ] = None
 
 
 class Secret(Table, frozen=True, kw_only=True):

@@ -56,7 +56,7 @@ def test_exec_is_exact(root: Path) -> None:
 def test_exec_on_several_hosts(root: Path) -> None:
     done = rigbook(root, "exec", "llm", "vm", "--", "sh", "-c", 'echo $RIGBOOK_PLAYED_HOST; test "$USER" = x')
     assert sorted(done.stdout.splitlines()) == [b"llm: llm", b"vm: vm"] and done.returncode == 1
-    both = json.loads(rigbook(root, "--json", "exec", "llm", "vm", "--", "pwd").stdout)
+    both = [json.loads(line) for line in rigbook(root, "--json", "exec", "llm", "vm", "--", "pwd").stdout.splitlines()]
     assert {row["host"]: row["stdout"].strip() for row in both} == {h: str(root / h / "home") for h in ("llm", "vm")}
 
 
