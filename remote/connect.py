@@ -61,6 +61,7 @@ class Link(ABC):
     def __init__(self, name: str, host: Host) -> None:
         self.name = name
         self.host = host
+        self._login_shell = ""  # as the far side told; "" until then
         self._python: str | None = None
         self._state_dir: str | None = None
         self._probe: Probe | None = None
@@ -74,8 +75,9 @@ class Link(ABC):
         return {"route": "local"}
 
     @abstractmethod
-    def _open(self, command: str) -> contextlib.AbstractAsyncContextManager[Channel]:
-        """Start `command` in the login shell. Lost when the link is gone, RigbookError when it cannot be made."""
+    def _open(self, command: str, line: bytes, *, eof: bool = False) -> contextlib.AbstractAsyncContextManager[Channel]:
+        """Start `command` in the login shell. `line` is the first thing on its stdin, with `eof` the last. Lost when
+        the link is gone, RigbookError when it cannot be made."""
 
     async def aclose(self) -> None:
         if self._probe is not None:
@@ -93,9 +95,8 @@ class Link(ABC):
     ) -> AsyncIterator[tuple[Channel, shell.Marker]]:
         """A channel for a conversation; the caller feeds what it reads through the marker."""
         line = shell.program(argv, script=script, env=env, cwd=cwd)
-        command, marker = shell.opening()
-        async with self._open(command) as channel:
-            await channel.write(line)
+        command, marker = shell.opening(self._direct(argv, line))
+        async with self._open(command, line) as channel:
             yield channel, shell.Marker(marker)
 
     async def run(
@@ -131,17 +132,17 @@ class Link(ABC):
     ) -> Result:
         """As `run`, but output goes to `out` and `err` while it comes and input may be an iterator."""
         line = shell.program(argv, script=script, env=env, cwd=cwd, timeout=timeout)
-        command, marker_line = shell.opening()
-        markers = shell.Marker(marker_line), shell.Marker(marker_line)
+        command, nonce = shell.opening(self._direct(argv, line))
+        markers = shell.Marker(nonce), shell.Marker(nonce)
         clock = asyncio.get_running_loop().time
         started = clock()
         try:
-            async with self._open(command) as channel:
+            async with self._open(command, line, eof=feed == b"") as channel:
                 work = asyncio.gather(
                     _drain(channel.read, markers[0], out),
                     _drain(channel.read_error, markers[1], err),
                 )
-                feeding = asyncio.ensure_future(_feed(channel, line, feed))
+                feeding = asyncio.ensure_future(_feed(channel, feed))
                 try:
                     # The far side's own deadline comes first; ours is for a far side that has stopped answering.
                     await asyncio.wait_for(work, None if timeout is None else timeout + ENDING)
@@ -166,7 +167,9 @@ class Link(ABC):
             return Result("unknown", reason=f"the link was lost: {error}", host=self.name)
         if code is None and signal_name is None:
             return Result("unknown", reason="the link was lost before the command's end was reported", host=self.name)
+        self._login_shell = markers[0].told or self._login_shell
         if not markers[0].seen:
+            self._login_shell = ""
             noise = (markers[0].noise + markers[1].noise).decode("utf-8", "replace").strip()[:300]
             raise self._no_shell(code, noise)
         if timeout is not None and clock() - started >= timeout and (code in (124, 137) or signal_name == "KILL"):
@@ -174,6 +177,10 @@ class Link(ABC):
         if signal_name is not None:
             return Result("signaled", None, signal_name, host=self.name)
         return Result("exited", code, host=self.name)
+
+    def _direct(self, argv: Sequence[str] | None, line: bytes) -> bool:
+        """Whether the login shell itself may read the program: it saves starting another one. Scripts are for sh."""
+        return argv is not None and line.isascii() and self._login_shell.rpartition("/")[2] in shell.LIKE_SH
 
     def _no_shell(self, code: int | None, noise: str) -> RigbookError:
         """The error for a way in that ended before our command began."""
@@ -251,9 +258,8 @@ class Link(ABC):
         await files.get_tree(self, remote, local)
 
 
-async def _feed(channel: Channel, line: bytes, feed: Feed) -> None:
+async def _feed(channel: Channel, feed: Feed) -> None:
     try:
-        await channel.write(line)
         if isinstance(feed, bytes):
             for at in range(0, len(feed), CHUNK):
                 await channel.write(feed[at : at + CHUNK])
@@ -285,6 +291,9 @@ class LocalChannel:
         assert process.stdin and process.stdout and process.stderr
         self._process = process
         self._in, self._out, self._err = process.stdin, process.stdout, process.stderr
+
+    def begin(self, line: bytes) -> None:
+        self._in.write(line)
 
     async def write(self, data: bytes) -> None:
         try:
@@ -320,13 +329,14 @@ class LocalLink(Link):
     """This machine, by subprocess: the same words over another wire."""
 
     @contextlib.asynccontextmanager
-    async def _open(self, command: str) -> AsyncIterator[Channel]:
+    async def _open(self, command: str, line: bytes, *, eof: bool = False) -> AsyncIterator[Channel]:
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             "/bin/sh", "-c", command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
         )
         channel = LocalChannel(process)
         try:
+            channel.begin(line)
             yield channel
         finally:
             await channel.close()
@@ -404,11 +414,12 @@ class Rig:
             assert host.on is not None
             return through_host(name, host, self._link(host.on, (*inner, name)))
         from remote.dial import Dialer
+        from remote.hostkeys import pins
         from remote.ssh import SSHLink
 
         root = self.project.root
         if self._dialer is None:
-            self._dialer = Dialer(root / ".rigbook" / "known_hosts", accept_new=self._accept_new)
+            self._dialer = Dialer(pins(root), accept_new=self._accept_new)
         config = self.project.project.ssh_config
         vouch = partial(self.vouched, name) if host.on and host.vmid and host.on not in inner else None
         return SSHLink(name, host, self._dialer, config=root / config if config else None, vouch=vouch)

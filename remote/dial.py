@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shlex
 import socket
 from collections import defaultdict
@@ -34,6 +35,8 @@ CONNECT_S, LOGIN_S = 10.0, 20.0
 AGAIN_CONNECT_S, AGAIN_LOGIN_S = 2.5, 8.0
 KEEPALIVE_S, KEEPALIVE_TRIES = 4, 3  # a peer that is gone without a word is noticed within 16 s
 HAPPY_S = 0.25  # before the next address of a name is tried beside the first (RFC 8305)
+
+MSG_IGNORE = 2  # RFC 4253 §11.2
 
 Vouch = Callable[[], Awaitable[list[str]]]
 
@@ -113,6 +116,8 @@ class Dialer:
             task = self._hops[key] = asyncio.ensure_future(make())
         try:
             return await asyncio.shield(task)
+        except hostkeys.UnknownKey as error:
+            raise error.behind(hop.host, name) from None
         except RigbookError as error:
             raise RigbookError(
                 error.id,
@@ -211,12 +216,27 @@ class Dialer:
                     if proxy is not None:
                         raise ConnectionAbortedError(await proxy.said(str(error))) from error
                     raise
+                _without_ignored(connection)
                 stack.pop_all()  # the proxy lives as long as the connection: it ends when its socket closes
                 return connection
         except asyncssh.PermissionDenied as error:
             raise _refused(resolved, error, offer) from error
         finally:
             offer.close()
+
+
+def _without_ignored(connection: asyncssh.SSHClientConnection) -> None:
+    """asyncssh sends an empty packet before each one, against an attack on CBC ciphers. With the others it protects
+    nothing, and costs a system call and a wake-up of the server for every packet."""
+    if "cbc" in str(connection.get_extra_info("send_cipher")):
+        return
+    send = connection.send_packet
+
+    def send_packet(kind: int, *args: bytes, handler: Any = None) -> None:
+        if kind != MSG_IGNORE:
+            send(kind, *args, handler=handler)
+
+    connection.send_packet = send_packet  # type: ignore[method-assign, assignment]
 
 
 def _gone(task: asyncio.Task[Line]) -> bool:
@@ -366,6 +386,8 @@ def _shown(resolved: Resolved) -> str:
 
 def _unreachable(name: str, resolved: Resolved, error: BaseException, via: str) -> RigbookError:
     said = str(error) or ("no answer in time" if isinstance(error, TimeoutError) else type(error).__name__)
+    if isinstance(error, OSError) and error.errno and error.errno > 0:
+        said = os.strerror(error.errno)  # asyncio puts the address instead
     through = f" through {via}" if via else ""
     return RigbookError(
         "host.unreachable",

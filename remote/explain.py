@@ -58,6 +58,7 @@ EXPLAIN: dict[str, str] = {
     "host.login-refused": "The machine answers but does not let this user in: wrong user, or no key of yours is in "
     "its authorized_keys, or the key is locked and no agent holds it. `ssh HOST true` shows the same.",
     "host.no-config": "The file that project.ssh_config names is not there. Paths are relative to rigbook.toml.",
+    "host.no-key": "Containers by `pct exec` and VMs by their agent are reached through their host, whose key counts.",
     "host.no-python": "Jobs and probes need Python 3.9 or newer on the host, with its standard library only.",
     "host.no-route": "The host has no `ssh`. Give it an address or an alias; a guest can do with `on` and `vmid`.",
     "host.no-tar": "Directories travel as a tar archive, and the host has no tar.",

@@ -285,22 +285,50 @@ def refusal(name: str, where: tuple[str, int], refused: Refused, pins: Path) -> 
             f"ssh-keygen -R '{entry}'{of}",
             exit_code=REFUSED,
         )
-    return RigbookError(
-        "host.key-unknown",
-        f"nobody has vouched for the host key of {place}: {print_}{detail}",
-        host=name,
-        hint=f"Compare it on the machine's console (ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub), then: "
-        f"rigbook hosts trust {name}",
-        exit_code=REFUSED,
-    )
+    return UnknownKey(name, where, refused, pins)
+
+
+class UnknownKey(RigbookError):
+    """`host.key-unknown`, with what it takes to pin the key that was shown."""
+
+    def __init__(self, name: str, where: tuple[str, int], refused: Refused, pins: Path) -> None:
+        assert refused.key is not None
+        self._refused, self._pins = refused, pins
+        # A jump host has no name in the project.
+        self._entry = (name, 22) if name else where
+        detail = f" ({refused.detail})" if refused.detail else ""
+        super().__init__(
+            "host.key-unknown",
+            f"nobody has vouched for the host key of {_place(*where)}: {refused.key.get_fingerprint()}{detail}",
+            host=name or None,
+            hint="Compare it on the machine's console (ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub), then: "
+            "rigbook hosts trust HOST",
+            exit_code=REFUSED,
+        )
+
+    def behind(self, hop: str, name: str) -> UnknownKey:
+        """The same, told for the host that lies behind this jump host."""
+        self.message, self.host = f"jump host {hop}: {self.message}", name or None
+        return self
+
+    def pin(self) -> str:
+        assert self._refused.key is not None
+        (line,) = pin(self._pins, *self._entry, self._refused.key.export_public_key().decode())
+        return line
+
+
+def pins(root: Path) -> Path:
+    """Where a project keeps the keys that it vouches for."""
+    return root / ".rigbook" / "known_hosts"
 
 
 def _place(host: str, port: int) -> str:
     return f"[{host}]:{port}" if port != 22 else host
 
 
-def pin(file: Path, host: str, port: int, *public_keys: str) -> None:
-    """Keep keys that are known over a channel already trusted. They replace the entries of the same name."""
+def pin(file: Path, host: str, port: int, *public_keys: str) -> list[str]:
+    """Keep keys that are known over a channel already trusted. They replace the entries of the same name. Tells each as
+    `name fingerprint`."""
     where = _place(host, port)
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.with_name(f"{file.name}.lock").open("w") as lock:
@@ -313,3 +341,4 @@ def pin(file: Path, host: str, port: int, *public_keys: str) -> None:
         temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
         temporary.write_text("\n".join(kept) + "\n")
         temporary.replace(file)
+    return [f"{where} {asyncssh.import_public_key(key).get_fingerprint()}" for key in public_keys]

@@ -72,9 +72,10 @@ class GuestLink(Link):
         self._answered = True
 
     @contextlib.asynccontextmanager
-    async def _open(self, command: str) -> AsyncIterator[Channel]:
+    async def _open(self, command: str, line: bytes, *, eof: bool = False) -> AsyncIterator[Channel]:
         inner = f"{CLEAN} /bin/sh -c {shell.quote(command)}"
-        async with self.outer._open(f"exec pct exec {self.host.vmid}{self._keep_env} -- {inner}") as channel:
+        command = f"exec pct exec {self.host.vmid}{self._keep_env} -- {inner}"
+        async with self.outer._open(command, line, eof=eof) as channel:
             yield channel
 
     def _no_shell(self, code: int | None, noise: str) -> RigbookError:
@@ -98,7 +99,7 @@ class AgentLink(Link):
     async def ready(self) -> None:
         await self.outer.ready()
 
-    def _open(self, command: str) -> contextlib.AbstractAsyncContextManager[Channel]:
+    def _open(self, command: str, line: bytes, *, eof: bool = False) -> contextlib.AbstractAsyncContextManager[Channel]:
         raise bootstrap_only(self)
 
     async def stream(

@@ -2,7 +2,7 @@
 
 Protocol of a command, the same on every route (SSH, local):
 
-    argv of the route      exec /bin/sh -c 'echo NONCE;echo NONCE >&2;IFS= read -r s&&eval "$s"'
+    argv of the route      exec /bin/sh -c 'echo NONCE "$SHELL";echo NONCE >&2;IFS= read -r s&&eval "$s"'
     stdin, first line      the program, one line of POSIX sh
     stdin, rest            the command's own input
     stdout / stderr        anything (what login scripts print), NONCE, then the command's own output
@@ -10,6 +10,9 @@ Protocol of a command, the same on every route (SSH, local):
 The login shell, whichever it is (bash, zsh, fish, csh), sees only that constant line, which means the same
 to all of them. What we run never shows in `ps`, so an environment with secrets stays out of argv. `read`
 takes one byte at a time by definition, so the rest of stdin is untouched.
+
+Where the far side has told that its login shell is bash or a plain sh, a command (an argv; scripts are written for
+sh) is read by that shell itself: one program less to start. All that it ever sees is `exec` and quoted words.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from collections.abc import Mapping, Sequence
 
 from state.errors import USAGE, RigbookError
 
+LIKE_SH = {"bash", "sh", "dash", "ash"}
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+\Z")
 # A newline cannot stand in a one-line program, so it comes from a variable.
@@ -87,10 +91,12 @@ def program(
     return line.encode("utf-8", "surrogateescape") + b"\n"
 
 
-def opening() -> tuple[str, bytes]:
-    """The constant command, and the marker line after which output is the command's own."""
+def opening(direct: bool = False) -> tuple[str, bytes]:
+    """The constant command, and the word on the line before the command's own output. `direct`: without a second sh."""
     nonce = "RB" + secrets.token_hex(8)
-    return f"exec /bin/sh -c 'echo {nonce};echo {nonce} >&2;IFS= read -r s&&eval \"$s\"'", nonce.encode() + b"\n"
+    read = f'echo {nonce} >&2;IFS= read -r s&&eval "$s"'
+    command = f"echo {nonce};{read}" if direct else f"exec /bin/sh -c 'echo {nonce} \"$SHELL\";{read}'"
+    return command, nonce.encode()
 
 
 class Marker:
@@ -98,10 +104,11 @@ class Marker:
 
     LIMIT = 1 << 20  # a login banner of more than 1 MiB is not one
 
-    def __init__(self, marker: bytes) -> None:
-        self._marker = marker
+    def __init__(self, nonce: bytes) -> None:
+        self._nonce = nonce
         self._held = b""
         self.seen = False
+        self.told = ""  # the login shell, on stdout
 
     @property
     def noise(self) -> bytes:
@@ -112,10 +119,16 @@ class Marker:
         if self.seen:
             return data
         self._held += data
-        before, found, after = self._held.partition(self._marker)
-        if found:
-            self.seen, self._held = True, before
-            return after
+        start = -1
+        while (start := self._held.find(self._nonce, start + 1)) >= 0:
+            end = self._held.find(b"\n", start)
+            rest = self._held[start + len(self._nonce) : end]
+            # The whole line, with at most a path: a shell that prints what it runs (set -x) prints the word, too.
+            if end >= 0 and rest[:2] in (b"", b" ", b" /"):
+                after = self._held[end + 1 :]
+                self.told = rest.strip().decode("utf-8", "replace")
+                self.seen, self._held = True, self._held[:start]
+                return after
         if len(self._held) > self.LIMIT:
             self._held = self._held[-self.LIMIT :]
         return b""

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import asyncssh
 
 from remote import resolve
-from remote.connect import CHUNK, Channel, Link, Lost, backoff
+from remote.channel import SSHChannel
+from remote.connect import Channel, Link, Lost, backoff
 from remote.dial import TRIES, Dialer, Line, Vouch
 from state.errors import UNREACHABLE, RigbookError
 
@@ -27,53 +28,6 @@ PER_LANE = 8  # channels on one connection, two below OpenSSH's default MaxSessi
 LANES = 4
 SESSION_S = 15.0
 AGAIN_S = 5.0
-
-
-class SSHChannel:
-    def __init__(self, process: asyncssh.SSHClientProcess[bytes]) -> None:
-        self._process = process
-
-    async def write(self, data: bytes) -> None:
-        try:
-            self._process.stdin.write(data)
-            await self._process.stdin.drain()
-        except (asyncssh.ConnectionLost, asyncssh.DisconnectError) as error:
-            raise Lost(str(error)) from error
-        except OSError as error:
-            # asyncssh says BrokenPipeError both for a command that ended and for a lost link; the read tells which.
-            raise BrokenPipeError(str(error)) from error
-
-    async def eof(self) -> None:
-        with contextlib.suppress(OSError):
-            self._process.stdin.write_eof()
-
-    async def read(self) -> bytes:
-        return await self._read(self._process.stdout)
-
-    async def read_error(self) -> bytes:
-        return await self._read(self._process.stderr)
-
-    async def _read(self, reader: asyncssh.SSHReader[bytes]) -> bytes:
-        try:
-            return bytes(await reader.read(CHUNK))
-        except (asyncssh.Error, OSError) as error:
-            raise Lost(str(error) or type(error).__name__) from error
-
-    async def end(self) -> tuple[int | None, str | None]:
-        await self._process.wait_closed()
-        died = self._process.exit_signal
-        if died:
-            return None, died[0]
-        return self._process.exit_status, None
-
-    def signal(self, name: str) -> None:
-        with contextlib.suppress(OSError, asyncssh.Error):
-            self._process.send_signal(name)
-
-    async def close(self) -> None:
-        self._process.close()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait_closed(), 1.0)
 
 
 @dataclass
@@ -133,9 +87,8 @@ class SSHLink(Link):
             lane.connection.abort()
 
     @contextlib.asynccontextmanager
-    async def _open(self, command: str) -> AsyncIterator[Channel]:
-        lane, process = await self._session(command)
-        channel = SSHChannel(process)
+    async def _open(self, command: str, line: bytes, *, eof: bool = False) -> AsyncIterator[Channel]:
+        lane, channel = await self._session(command, line, eof)
         try:
             yield channel
         finally:
@@ -157,20 +110,26 @@ class SSHLink(Link):
         finally:
             self._give(lane)
 
-    async def _session(self, command: str) -> tuple[_Lane, asyncssh.SSHClientProcess[bytes]]:
-        """Start `command` on a lane with room. It waits for its program on stdin, which comes later, so nothing can
-        have run when this fails, and it may try again."""
+    async def _session(self, command: str, line: bytes, eof: bool) -> tuple[_Lane, SSHChannel]:
+        """Start `command`, which waits for `line`, on a lane with room. As long as the line was not sent, nothing can
+        have run, and it may be tried again."""
         clock = asyncio.get_running_loop().time
         began, losses, refusals = clock(), 0, 0
         while True:
             lane = await self._take()
+            channel = SSHChannel(line, eof=eof)
             try:
                 # A server may answer keepalives and still never answer this.
                 async with asyncio.timeout(max(1.0, began + SESSION_S - clock())) as limit:
-                    process = await lane.connection.create_process(
-                        command, encoding=None, request_pty=False, send_env=None, env=None
+                    await lane.connection.create_session(
+                        lambda channel=channel: channel,  # type: ignore[misc]
+                        command,
+                        encoding=None,
+                        request_pty=False,
+                        send_env=None,
+                        env=None,
                     )
-                return lane, process
+                return lane, channel
             except asyncssh.ChannelOpenError as error:
                 # This sshd allows fewer sessions than we thought (or has not quite closed the last one): learn it.
                 refusals += 1
@@ -185,6 +144,8 @@ class SSHLink(Link):
             except (asyncssh.Error, OSError) as error:
                 losses += 1
                 self._give(lane)
+                if channel.began:
+                    raise Lost(str(error) or "the session was never confirmed") from error
                 if limit.expired():
                     raise RigbookError(
                         "host.no-session", "sshd opens no session, and does not say why",

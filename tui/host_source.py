@@ -45,7 +45,8 @@ class HostWatch:
         self.view = HostView(
             name=name,
             kind=host.kind,
-            route=host.ssh or ("this machine" if host.kind == "local" else ""),
+            route=host.ssh
+            or ("this machine" if host.kind == "local" else f"{host.reached_by} {host.vmid or ''}".strip()),
             on=host.on,
             played=host.played,
         )
