@@ -81,6 +81,9 @@ EXPLAIN: dict[str, str] = {
     "from its size.",
     "job.file-reset": "Job files only grow. This one was replaced, cut or rewritten on its host while it was read.",
     "job.no-package": "A source directory that was to travel with the job is not there.",
+    "job.session-bound": "systemd-logind on the host ends every process of a login when it closes "
+    "(KillUserProcesses=yes), and this user's own manager ends then, too. `loginctl enable-linger USER` keeps the "
+    "manager, and jobs run under it; or log in as root, whose jobs are system units.",
     "job.reserved-name": "spec.json and supervisor.pyz in a job directory are rigbook's own.",
     "probe.failed": "The probe answered that it could not do what was asked; its reason is quoted.",
     "probe.lost": "The link to the probe is gone. What runs on the host goes on.",

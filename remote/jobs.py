@@ -16,11 +16,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from remote import files, shell
+from remote import files, pythons, shell
 from remote.connect import Link, backoff
 from remote.follow import Piece, follow, mirror, pieces
 from remote.probe import ship
-from state.errors import UNREACHABLE, USAGE, RigbookError
+from state.errors import REFUSED, UNREACHABLE, USAGE, RigbookError
 
 __all__ = [
     "JobSpec",
@@ -51,6 +51,9 @@ class JobSpec:
     `files` (relative name -> content) land in the job directory. `packages` are Python sources that travel: a
     directory of yours, or a path relative to our own packages ("pipeline/stages"). They land under its `src/`, which
     comes first on PYTHONPATH. The working directory is the job directory unless `cwd` says otherwise.
+
+    `memory_max` (bytes) and `tasks_max` (threads of all its processes) end the job when it goes beyond; `log_quota`
+    (bytes, 8 GiB when None) is what its log may take up: beyond, the middle of the log is dropped.
     """
 
     id: str
@@ -61,11 +64,18 @@ class JobSpec:
     files: Mapping[str, bytes] = field(default_factory=dict)
     packages: list[str] = field(default_factory=list)
     run: str = ""
+    memory_max: int | None = None
+    tasks_max: int | None = None
+    log_quota: int | None = None
 
 
 @dataclass(frozen=True)
 class JobStatus:
-    """`exit` or `signal` is set when it finished; `supervisor` is the pid that watches it; times: Unix seconds."""
+    """`exit` or `signal` is set when it finished; `supervisor` is the pid that watches it.
+
+    `started` and `ended` are Unix seconds by the host's clock, `seconds` how long it ran (or has run by now) by a
+    clock that nobody sets: never subtract the one from a clock of ours. `oom`: it was ended for want of memory.
+    """
 
     id: str
     state: State
@@ -77,11 +87,15 @@ class JobStatus:
     supervisor: int | None = None
     started: float | None = None
     ended: float | None = None
+    seconds: float | None = None
     dir: str = ""
     reason: str = ""
     stopped: bool = False  # ended because somebody asked it to
     swept: tuple[str, ...] = ()  # command lines of what it left behind and the supervisor ended
     left: tuple[str, ...] = ()  # and of what would not end
+    backend: Literal["systemd", "supervisor"] = "supervisor"
+    unit: str | None = None
+    oom: bool = False
 
     @property
     def ok(self) -> bool:
@@ -114,11 +128,15 @@ def parse_status(raw: Mapping[str, Any]) -> JobStatus:
         supervisor=supervisor.get("pid"),
         started=raw.get("started"),
         ended=raw.get("ended"),
+        seconds=raw.get("seconds"),
         dir=raw.get("dir", ""),
         reason=raw.get("reason", ""),
         stopped=raw.get("stopped", False),
         swept=tuple(entry["command"] for entry in raw.get("swept", ())),
         left=tuple(entry["command"] for entry in raw.get("left", ())),
+        backend=raw.get("backend", "supervisor"),
+        unit=raw.get("unit"),
+        oom=raw.get("oom", False),
     )
 
 
@@ -138,7 +156,7 @@ async def submit(link: Link, spec: JobSpec) -> JobStatus:
     for attempt in range(1, 4):
         stage = f"{jobs}/.stage-{spec.id}-{secrets.token_hex(4)}"
         script = (
-            f"umask 077;s={shell.quote(stage)};p=$({shell.FIND_PYTHON})||exit 127;"
+            f"umask 077;s={shell.quote(stage)};p=$({shell.FIND_PYTHON})||{{ {pythons.REPORT} exit 127;}};"
             f'mkdir -p "$s"&&(cd "$s"&&LC_ALL=C tar -xf -)||{{ rm -rf "$s";exit 74;}};'
             f'exec "$p" -I -S "$s/supervisor.pyz" adopt {shell.quote(f"{jobs}/{spec.id}")} "$s"'
         )
@@ -146,9 +164,18 @@ async def submit(link: Link, spec: JobSpec) -> JobStatus:
         if result.state != "unknown":
             break
         await asyncio.sleep(backoff(attempt))
-    if result.state == "exited" and result.exit == 127 and not result.stderr:
-        raise RigbookError("host.no-python", "there is no Python 3.9 or newer", host=link.name)
-    return parse_status(json.loads(files.check(result, f"starting job {spec.id}").stdout))
+    if pythons.MARK in result.stderr.decode("utf-8", "replace"):
+        raise pythons.missing(result.stderr.decode("utf-8", "replace"), link.name)
+    raw = json.loads(files.check(result, f"starting job {spec.id}").stdout)
+    if raw.get("refused") == "session-bound":
+        raise RigbookError(
+            "job.session-bound",
+            f"no job of {raw['user']} outlives the connection: logind ends what a login leaves behind",
+            host=link.name,
+            hint=f"Once, on the host: loginctl enable-linger {raw['user']}",
+            exit_code=REFUSED,
+        )
+    return parse_status(raw)
 
 
 def check_id(id: str) -> str:
@@ -170,9 +197,16 @@ def _tree(spec: JobSpec) -> dict[str, bytes | Path]:
             place = file.relative_to(base)
             if file.is_file() and not any(part.startswith(".") or part == "__pycache__" for part in place.parts):
                 tree[f"src/{place.as_posix()}"] = file
-    plain = {"argv": list(spec.argv), "cwd": spec.cwd, "env": dict(spec.env), "name": spec.name, "run": spec.run}
+    plain: dict[str, Any] = {
+        "argv": list(spec.argv),
+        "cwd": spec.cwd,
+        "env": dict(spec.env),
+        "name": spec.name,
+        "run": spec.run,
+    }
+    plain.update(memory_max=spec.memory_max, tasks_max=spec.tasks_max, log_quota=spec.log_quota)
     digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
-    record = {"v": 1, "id": spec.id, **plain, "digest": digest}
+    record = {"v": 2, "id": spec.id, **plain, "digest": digest}
     for name, content in (
         ("spec.json", json.dumps(record, indent=1).encode()),
         ("supervisor.pyz", ship.archive()),

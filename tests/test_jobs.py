@@ -240,6 +240,7 @@ async def test_an_end_on_a_full_disk_is_recorded(small_disk: Path) -> None:
         await jobs.submit(link, sh("full", f"cat /dev/zero > {small_disk}/fill; echo written; exit 3"))
         end = await jobs.wait(link, "full")
         assert (end.state, end.exit) == ("finished", 3)
+        await link.run(script=f"cat /dev/zero >> {small_disk}/fill")
         with pytest.raises(RigbookError) as caught:
             await jobs.submit(link, sh("more", "true"))
         assert caught.value.id == "file.no-space"

@@ -6,17 +6,19 @@
               start.json      written before the main process may begin: boot id, pid, start time
               tree.json       the job's processes as last seen: still tells them when the supervisor was killed
               out.log         its output, append only          events.jsonl   what it reports
+              holes.json      what the log quota dropped from the middle of out.log
               stop.json       somebody asked it to stop
               exit.json       how it ended; written last
 
-State, in this order: exit.json: finished; another boot id: lost in a reboot; lock held, or the main process (pid,
-start time) alive: running; else vanished. Nobody guesses from a connection that failed.
+State, in this order: exit.json: finished; another boot id: lost in a reboot; lock held, unit there, or (pid,
+start time) of the main process alive: running; else vanished. Nobody guesses from a connection that failed.
 """
 
 import contextlib
 import fcntl
 import json
 import os
+import time
 from typing import Any, Dict, List, Optional, Tuple
 
 from remote.probe import procs
@@ -93,18 +95,33 @@ def state(directory: str) -> Dict[str, Any]:
             else:
                 found["reason"] = "submitted, but it was never started"
             return found
+        for key in ("pid", "starttime", "started", "supervisor"):
+            found[key] = start[key]
+        unit = start.get("unit")
         found.update(
-            pid=start["pid"], starttime=start["starttime"], started=start["started"], supervisor=start["supervisor"]
+            backend="systemd" if unit else "supervisor", unit=unit and unit["name"], cgroup=start.get("cgroup")
         )
         end = read_json(os.path.join(directory, "exit.json"))
-        if end is None and start["boot_id"] != procs.boot_id():
+        if end is None and started_anew(start):
             found.update(state="lost_reboot", reason="the machine was started anew while it ran")
             return found
         if end is None:
+            main = procs.alive(start["pid"], start["starttime"])
+            if "boottime" in start:
+                found["seconds"] = round(time.clock_gettime(time.CLOCK_BOOTTIME) - start["boottime"], 3)
             if lock_held(directory):
-                found["state"] = "running"
+                found.update(
+                    state="running", reason="" if main else "its main process has ended: what it left is ended"
+                )
                 return found
-            if procs.alive(start["pid"], start["starttime"]):
+            if start["pid_namespace"] != procs.namespace(os.getpid()):
+                found.update(state="unknown", reason="it was started in another pid namespace than this one")
+                return found
+            if unit and unit.get("cgroup") and os.path.isdir(unit["cgroup"]):
+                # It stays until the unit's stop command, which records the end in the supervisor's place, has run.
+                found.update(state="running", reason="its supervisor is gone: systemd is ending it")
+                return found
+            if main:
                 found.update(state="running", reason="its supervisor is gone: its exit code will not be known")
                 return found
             # It may have ended between our two looks.
@@ -120,12 +137,25 @@ def state(directory: str) -> Dict[str, Any]:
             swept=end["swept"],
             left=end["left"],
             stopped=end["stopped"],
+            oom=end.get("oom", False),
+            seconds=end.get("seconds"),
             reason=end.get("error", ""),
         )
     except (ValueError, KeyError, TypeError, OSError) as error:
         # Damaged or unreadable: nobody knows, and that is what we say.
         found.update(state="unknown", reason="%s: %s" % (type(error).__name__, error))
     return found
+
+
+def started_anew(start: Dict[str, Any]) -> bool:
+    """Whether the machine, or the container, was started again since. LXC gives a container a boot id of its own; where
+    one has its host's, its first process tells: an older one cannot have begun later."""
+    if start["boot_id"] != procs.boot_id():
+        return True
+    first = procs.stat(1)
+    if first is None or start.get("init") is None or first.starttime == start["init"]:
+        return False
+    return first.starttime > int(start["init"])
 
 
 def listing(root: str) -> List[Dict[str, Any]]:

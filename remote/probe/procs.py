@@ -112,6 +112,27 @@ def rss(pid: int) -> Optional[int]:
     return None
 
 
+def resident(pid: int) -> Optional[int]:
+    """Resident bytes by the kernel's running count: cheap, and counts what is shared in every process."""
+    try:
+        with open("/proc/%d/statm" % pid) as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def proportional(pid: int) -> Optional[int]:
+    """Resident bytes with what is shared divided among those who share it; dear to ask for."""
+    try:
+        with open("/proc/%d/smaps_rollup" % pid, "rb") as file:
+            for line in file:
+                if line.startswith(b"Pss:"):
+                    return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return resident(pid)
+
+
 def descriptors(pid: int) -> Optional[List[str]]:
     """What the process's file descriptors point to; None when we may not look."""
     folder = "/proc/%d/fd" % pid

@@ -14,7 +14,7 @@ from importlib import resources
 
 FIRST = ("procs", "program")
 LATER = ("jobdir", "host", "sampling", "tail", "nvml", "holders", "classes", "whose", "reclaim", "gpulook")
-SUPERVISOR = ("procs", "jobdir", "supervisor")
+SUPERVISOR = ("procs", "jobdir", "cgroup", "unit", "caps", "ending", "supervisor")
 MODULES = tuple(dict.fromkeys((*FIRST, *LATER, *SUPERVISOR)))
 
 # Sent as argv, so it is short and says nothing. argv[1] is the length of what follows on stdin.

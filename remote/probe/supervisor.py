@@ -3,12 +3,13 @@
     python3 -I -S STAGE/supervisor.pyz adopt JOBDIR STAGE   make the staged directory the job's (or drop it: there is
                                                             one already), then as `start`
     ... start JOBDIR    begin (once, however often it is called), print the status
-    ... stop JOBDIR S   ask it to end, within S seconds
-    ... run JOBDIR      what systemd-run is given
+    ... stop JOBDIR S   ask it to end, within S seconds; insist; print the status
+    ... run JOBDIR      what systemd is given          ... post JOBDIR     what systemd runs when the unit is down
 
 The supervisor leads a session of its own and is a *child subreaper*: whatever its job starts, forked twice or in a
-session of its own, becomes its child when its parent dies. So when the main process ends it can find all that is
-left and end it (TERM, then KILL), which neither process groups nor a walk along parents can.
+session of its own, becomes its child when its parent dies. Where it can it also gives the job a control group. So
+when the main process ends it can find all that is left and end it (TERM, then KILL), which neither process groups nor
+a walk along parents can.
 """
 
 import contextlib
@@ -16,25 +17,26 @@ import errno
 import fcntl
 import json
 import os
-import shutil
 import signal
-import subprocess
-import sys
 import time
 from typing import Any, Dict, List, Optional, Tuple
 
-from remote.probe import jobdir, procs
+from remote.probe import caps, cgroup, ending, jobdir, procs, unit
 
 GRACE = 10.0  # s from TERM to KILL when nobody says otherwise
-SWEEP_GRACE = 5.0
-SWEEP_LIMIT = 30.0  # s after which what does not die (a thread in uninterruptible sleep) is reported, not awaited
-SLOT = 4096  # bytes kept for exit.json, so that a disk that is full at the end still has room for it
+TREE_S = 2.0  # between two looks at which processes there are
+CAPS_S = 0.5
 SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}
 
 
 def main(argv: List[str]) -> int:
     what, directory = argv[0], os.path.realpath(argv[1])
     if what == "adopt":
+        user = unit.session_bound() if unit.scope() is None else ""
+        if user and not os.path.isdir(directory):
+            drop(os.path.realpath(argv[2]))
+            print(json.dumps({"id": os.path.basename(directory), "refused": "session-bound", "user": user}))
+            return 0
         adopt(os.path.realpath(argv[2]), directory)
         start(directory)
     elif what == "start":
@@ -42,13 +44,20 @@ def main(argv: List[str]) -> int:
     elif what == "run":
         lock = take_lock(directory)
         if lock is not None:
+            redirect(directory)
             supervise(directory, lock, None)
         return 0
+    elif what == "post":
+        ending.post(directory)
+        return 0
     elif what == "stop":
-        stop(directory, float(argv[2]))
+        ending.stop(directory, float(argv[2]))
     else:
-        raise SystemExit("adopt, start, stop or run")
-    print(json.dumps(jobdir.state(directory)))
+        raise SystemExit("adopt, start, stop, run or post")
+    status = jobdir.state(directory)
+    if what == "stop" and status["state"] in jobdir.ENDED:
+        status["left"] = ending.remaining(directory)
+    print(json.dumps(status))
     return 0
 
 
@@ -84,12 +93,23 @@ def adopt(stage: str, directory: str) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
-        shutil.rmtree(stage, ignore_errors=True)
+        drop(stage)
+
+
+def drop(stage: str) -> None:
+    import shutil
+
+    shutil.rmtree(stage, ignore_errors=True)
 
 
 def start(directory: str) -> None:
     """Start the job unless it was started before. Returns when start.json is on disk."""
-    if os.path.isdir("/run/systemd/system") and _start_unit(directory):
+    if os.path.exists(os.path.join(directory, "start.json")):
+        return
+    spec = jobdir.read_json(os.path.join(directory, "spec.json"))
+    assert spec is not None
+    how = unit.scope()
+    if how is not None and unit.start(directory, spec, how):
         return
     lock = take_lock(directory)
     if lock is None:
@@ -99,14 +119,7 @@ def start(directory: str) -> None:
         try:
             os.close(told)
             os.setsid()
-            # Nothing of the session may stay open, else the connection that started us hangs until the job ends.
-            null = os.open(os.devnull, os.O_RDWR)
-            log = os.open(
-                os.path.join(directory, "supervisor.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
-            )
-            os.dup2(null, 0)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
+            redirect(directory)
             supervise(directory, lock, tell)
         except BaseException:
             import traceback
@@ -120,70 +133,54 @@ def start(directory: str) -> None:
         pass
 
 
-def _start_unit(directory: str) -> bool:
-    """Start as a transient unit, which logind does not take down with the session. Never run on our test machines."""
-    systemd = shutil.which("systemd-run")
-    if systemd is None:
-        return False
-    scope = [] if os.geteuid() == 0 else ["--user"]
-    if scope:
-        linger = "/var/lib/systemd/linger/" + os.environ.get("USER", "")
-        if not os.path.exists(linger):
-            return False  # a user's units end with the user's last session
-        os.environ.setdefault("XDG_RUNTIME_DIR", "/run/user/%d" % os.geteuid())
-    if os.path.exists(os.path.join(directory, "start.json")):
-        return True
-    # The login environment goes by file: --setenv would show it in argv.
-    jobdir.write_json(os.path.join(directory, "environment.json"), dict(os.environ))
-    unit = "rigbook-job-%s" % os.path.basename(directory)
-    archive = os.path.join(directory, "supervisor.pyz")
-    run = [sys.executable, "-I", "-S", archive, "run", directory]
-    # A unit of that name that exists already is the same job: the lock decides who runs it.
-    settings = ["--quiet", "--collect", "--unit=" + unit, "-p", "Type=exec", "-p", "TimeoutStopSec=60"]
-    subprocess.run(
-        [systemd, *settings, *scope, "--", *run],
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        if os.path.exists(os.path.join(directory, "start.json")):
-            return True
-        time.sleep(0.02)
-    return False
+def redirect(directory: str) -> None:
+    """Nothing of the session may stay open, else the connection that started us hangs until the job ends."""
+    null = os.open(os.devnull, os.O_RDWR)
+    path = os.path.join(directory, "supervisor.log")
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    os.dup2(null, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
 
 
 def supervise(directory: str, lock: int, tell: Optional[int]) -> None:
-    """Run the job to its end. `tell` is closed when start.json is durable."""
+    """Run the job to its end. `tell` is closed when start.json is durable; without it we are a unit of systemd's."""
     subreaper = become_subreaper()
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     spec = jobdir.read_json(os.path.join(directory, "spec.json"))
     assert spec is not None
-    reserve(directory)
+    ending.reserve(directory)
+    name = unit.name(directory)
+    group, kept = cgroup.make(name, spec.get("memory_max"), spec.get("tasks_max"))
     gate, open_gate = os.pipe()
     failed, say_failed = os.pipe()
     main = os.fork()
     if main == 0:
-        become_job(directory, spec, gate, open_gate, say_failed)
+        become_job(directory, spec, group, gate, open_gate, say_failed)
     os.close(gate)
     os.close(say_failed)
+    spare_us()
     identity = procs.stat(main)
     own = procs.stat(os.getpid())
+    first = procs.stat(1)
     assert identity is not None and own is not None
-    started = time.time()
-    with open("/proc/self/cgroup") as file:
-        cgroup = file.read().strip().rpartition("\n")[2]
+    started, boottime = time.time(), time.clock_gettime(time.CLOCK_BOOTTIME)
+    invocation = os.environ.get("INVOCATION_ID")
+    of_systemd = {"name": name + ".service", "invocation": invocation, "cgroup": cgroup.of("self")}
     jobdir.write_json(
         os.path.join(directory, "start.json"),
         {
-            "v": 1,
+            "v": 2,
             "boot_id": procs.boot_id(),
+            "init": first.starttime if first else None,
             "pid": main,
             "starttime": identity.starttime,
             "pid_namespace": procs.namespace(os.getpid()),
             "supervisor": {"pid": os.getpid(), "starttime": own.starttime, "subreaper": subreaper},
-            "cgroup": cgroup,
+            "unit": of_systemd if tell is None else None,
+            "cgroup": group,
             "started": started,
+            "boottime": boottime,
         },
     )
     # Only now may the job begin: a job that ran has a start.json, whatever happens next.
@@ -193,30 +190,42 @@ def supervise(directory: str, lock: int, tell: Optional[int]) -> None:
         os.close(tell)
     error = os.read(failed, 4096).decode("utf-8", "replace")  # EOF when exec worked
     os.close(failed)
-    status, usage, stopped = watch(directory, main)
-    swept, left = sweep()
-    code: Optional[int] = None
-    died: Optional[str] = None
-    if os.WIFSIGNALED(status):
-        died = signal.Signals(os.WTERMSIG(status)).name[3:]
-    else:
-        code = os.WEXITSTATUS(status)
+    watched = Watch(directory, main, spec, group, kept)
+    status, usage = watched.to_the_end()
+    swept, left = ending.sweep(group, name)
+    died = signal.Signals(os.WTERMSIG(status)).name[3:] if os.WIFSIGNALED(status) else None
+    kills = max(cgroup.oom_kills(group), cgroup.oom_around() - watched.oom_before)
     record = {
-        "v": 1,
-        "exit": code,
+        "v": 2,
+        "exit": None if died else os.WEXITSTATUS(status),
         "signal": died,
-        "stopped": stopped,
+        "stopped": watched.stopped,
+        # The kernel killed something of it for want of memory; that was its main process if a KILL ended it.
+        "oom": watched.over == "memory" or (kills > 0 and died == "KILL"),
+        "oom_kills": kills,
         "swept": swept,
         "left": left,
         "started": started,
         "ended": time.time(),
+        # By a clock that nobody sets: the two times above are for people.
+        "seconds": round(time.clock_gettime(time.CLOCK_BOOTTIME) - boottime, 3),
         "boot_id": procs.boot_id(),
         "max_rss": usage.ru_maxrss * 1024,
         "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 3),
     }
-    if error:
-        record["error"] = error
-    write_exit(directory, record)
+    if error or watched.why:
+        record["error"] = error or watched.why
+    elif record["oom"]:
+        record["error"] = "the kernel killed it for want of memory"
+    ending.write_exit(directory, record)
+    cgroup.remove(group)
+
+
+def spare_us() -> None:
+    """When memory runs out the kernel shall choose the job, which is large, and leave us to tell of it."""
+    with contextlib.suppress(OSError):
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("-900")  # only root may
 
 
 def become_subreaper() -> bool:
@@ -228,13 +237,17 @@ def become_subreaper() -> bool:
         return False  # a Python without ctypes: the sweep then sees only what kept its parents
 
 
-def become_job(directory: str, spec: Dict[str, Any], gate: int, open_gate: int, say_failed: int) -> None:
+def become_job(
+    directory: str, spec: Dict[str, Any], group: Optional[str], gate: int, open_gate: int, say_failed: int
+) -> None:
     """In the child: wait for the gate, then become the job's main process. Never returns."""
     try:
         os.close(open_gate)
         os.setpgid(0, 0)
         if os.read(gate, 1) != b"g":
             os._exit(125)  # the supervisor died before it could record us
+        if group is not None:
+            cgroup.join(group)
         environment = jobdir.read_json(os.path.join(directory, "environment.json")) or dict(os.environ)
         argv = [word.replace("{job}", directory) for word in spec["argv"]]
         extra = {name: value.replace("{job}", directory) for name, value in spec.get("env", {}).items()}
@@ -261,135 +274,66 @@ def become_job(directory: str, spec: Dict[str, Any], gate: int, open_gate: int, 
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
-def watch(directory: str, main: int) -> Tuple[int, Any, bool]:
-    """Reap until the main process ends; pass a request to stop on. (wait status, resource usage, stopped)."""
-    tree_file = os.path.join(directory, "tree.json")
-    seen: List[List[int]] = []
-    stopped, kill_at = False, float("inf")
-    look_at = time.monotonic() + 0.3
-    while True:
-        ended = reap(main)
-        if ended is not None:
-            return ended[0], ended[1], stopped
+class Watch:
+    """Waits for the main process, passes a request to stop on, and looks at what the job uses."""
+
+    def __init__(self, directory: str, main: int, spec: Dict[str, Any], group: Optional[str], kept: List[str]) -> None:
+        self.directory, self.main, self.group = directory, main, group
+        self.stopped = False
+        self.over = ""  # the cap that ended it
+        self.why = ""
+        # What the kernel keeps we need not.
+        self.memory = None if "memory" in kept else spec.get("memory_max")
+        self.tasks = None if "tasks" in kept else spec.get("tasks_max")
+        self.log = caps.LogQuota(directory, spec.get("log_quota") or caps.QUOTA)
+        self.oom_before = cgroup.oom_around()
+        self._tree: List[List[int]] = []
+
+    def to_the_end(self) -> Tuple[int, Any]:
+        """(wait status, resource usage) of the main process."""
+        kill_at = float("inf")
         now = time.monotonic()
-        if now >= kill_at:
-            os.killpg(main, signal.SIGKILL)
-            kill_at = float("inf")
-        if now >= look_at:
-            tree = [
-                [pid, entry.starttime] for pid in procs.descendants(os.getpid()) for entry in [procs.stat(pid)] if entry
-            ]
-            if tree != seen:
-                seen = tree
-                with contextlib.suppress(OSError):  # a full disk must not end the job
-                    jobdir.write_json(tree_file, {"processes": tree})
-            look_at = now + 2.0
-        got = signal.sigtimedwait(SIGNALS, max(0.0, min(look_at, kill_at) - time.monotonic()))
-        if got is not None and got.si_signo in (signal.SIGTERM, signal.SIGINT) and not stopped:
-            stopped = True
-            asked = jobdir.read_json(os.path.join(directory, "stop.json")) or {}
-            kill_at = time.monotonic() + float(asked.get("grace", GRACE))
-            # Not reaped yet, so neither the pid nor the group can belong to somebody else.
-            os.killpg(main, signal.SIGTERM)
+        tree_at, caps_at = now + 0.3, now + CAPS_S
+        while True:
+            ended = ending.reap(self.main)
+            if ended is not None:
+                with contextlib.suppress(OSError):
+                    self.log.look()
+                return ended
+            now = time.monotonic()
+            if now >= kill_at:
+                os.killpg(self.main, signal.SIGKILL)
+                kill_at = float("inf")
+            if now >= tree_at:
+                self._remember()
+                tree_at = now + TREE_S
+            if now >= caps_at:
+                caps_at = now + CAPS_S
+                self._look()
+                if self.over:
+                    os.killpg(self.main, signal.SIGKILL)
+            got = signal.sigtimedwait(SIGNALS, max(0.0, min(tree_at, caps_at, kill_at) - time.monotonic()))
+            if got is not None and got.si_signo in (signal.SIGTERM, signal.SIGINT) and not self.stopped:
+                self.stopped = True
+                asked = jobdir.read_json(os.path.join(self.directory, "stop.json")) or {}
+                kill_at = time.monotonic() + float(asked.get("grace", GRACE))
+                # Not reaped yet, so neither the pid nor the group can belong to somebody else.
+                os.killpg(self.main, signal.SIGTERM)
 
+    def _remember(self) -> None:
+        """The processes by identity, for whoever comes when we have been killed."""
+        tree = [
+            [pid, entry.starttime] for pid in procs.descendants(os.getpid()) for entry in [procs.stat(pid)] if entry
+        ]
+        if tree != self._tree:
+            self._tree = tree
+            with contextlib.suppress(OSError):  # a full disk must not end the job
+                jobdir.write_json(os.path.join(self.directory, "tree.json"), {"processes": tree})
 
-def reap(main: int) -> Optional[Tuple[int, Any]]:
-    """Collect all children that have ended; the main process's status when it is among them."""
-    found = None
-    while True:
-        try:
-            pid, status, usage = os.wait4(-1, os.WNOHANG)
-        except ChildProcessError:
-            return found
-        if pid == 0:
-            return found
-        if pid == main:
-            found = (status, usage)
-
-
-def sweep() -> Tuple[List[Dict[str, Any]], List[Dict[str, Any]]]:
-    """End what the job left behind: TERM, then KILL, until two looks find nothing. (ended, what would not end)."""
-    known: Dict[Tuple[int, int], Dict[str, Any]] = {}
-    began = time.monotonic()
-    empty, termed = 0, set()
-    while True:
-        reap(-1)
-        living = []
-        for pid in procs.descendants(os.getpid()):
-            now = procs.stat(pid)
-            if now is not None and procs.alive(pid, now.starttime):
-                living.append((pid, now.starttime))
-                known.setdefault(
-                    (pid, now.starttime), {"pid": pid, "starttime": now.starttime, "command": procs.command(pid, 120)}
-                )
-        empty = 0 if living else empty + 1
-        waited = time.monotonic() - began
-        if empty >= 2 or (living and waited > SWEEP_LIMIT):
-            left = [known.pop(identity) for identity in living]
-            return list(known.values()), left
-        for identity in living:
-            if waited > SWEEP_GRACE:
-                procs.send(identity[0], identity[1], signal.SIGKILL)
-            elif identity not in termed:
-                termed.add(identity)
-                procs.send(identity[0], identity[1], signal.SIGTERM)
-        signal.sigtimedwait({signal.SIGCHLD}, 0.05 if living else 0.005)
-
-
-def reserve(directory: str) -> None:
-    """Blocks for exit.json, taken while there is room. (On copy-on-write file systems this promises nothing.)"""
-    with open(os.path.join(directory, "exit.slot"), "wb") as file:
-        file.write(b" " * SLOT)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def write_exit(directory: str, record: Dict[str, Any]) -> None:
-    slot = os.path.join(directory, "exit.slot")
-    text = json.dumps(record).encode()
-    while len(text) > SLOT and (record["swept"] or record["left"]):
-        record["swept" if record["swept"] else "left"].pop()
-        record["cut"] = True
-        text = json.dumps(record).encode()
-    deadline = time.monotonic() + 600
-    while True:
-        try:
-            try:
-                with open(os.path.join(directory, "out.log"), "rb") as log:
-                    os.fsync(log.fileno())  # the log is whole on disk before the end is
-            except FileNotFoundError:
-                pass
-            with open(slot, "r+b") as file:
-                file.write(text.ljust(SLOT))
-                file.flush()
-                os.fsync(file.fileno())
-            os.rename(slot, os.path.join(directory, "exit.json"))
-            jobdir.sync_directory(directory)
-            return
-        except OSError:
-            # While we hold the lock the job counts as running, which is nearer the truth than "vanished".
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(1.0)
-
-
-def stop(directory: str, grace: float) -> None:
-    """Ask the job to end and wait until it has. Without a supervisor its processes are ended one by one."""
-    now = jobdir.state(directory)
-    if now["state"] != "running" or "pid" not in now:
-        return
-    if jobdir.lock_held(directory):
-        jobdir.write_json(os.path.join(directory, "stop.json"), {"grace": grace, "asked": time.time()})
-        supervisor = now["supervisor"]
-        procs.send(supervisor["pid"], supervisor["starttime"], signal.SIGTERM)
-        deadline = time.monotonic() + grace + SWEEP_LIMIT + 5
-        while jobdir.state(directory)["state"] == "running" and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return
-    tree = jobdir.read_json(os.path.join(directory, "tree.json")) or {"processes": []}
-    members = [(now["pid"], now["starttime"])] + [(pid, begun) for pid, begun in tree["processes"]]
-    for pid, begun in members:
-        procs.send(pid, begun, signal.SIGTERM)
-    for pid, begun in procs.wait_gone(members, grace):
-        procs.send(pid, begun, signal.SIGKILL)
-    procs.wait_gone(members, SWEEP_GRACE)
+    def _look(self) -> None:
+        with contextlib.suppress(OSError):
+            self.log.look()
+        if self.memory is not None or self.tasks is not None:
+            self.why = caps.over([pid for pid, _ in ending.living(self.group)], self.memory, self.tasks)
+            if self.why:
+                self.over = "tasks" if "threads" in self.why else "memory"
