@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 
+import msgspec
 import pytest
 import pytest_asyncio
 
@@ -105,7 +106,7 @@ async def test_a_directory_with_a_name_that_asks_for_trouble(host: SystemdHost) 
     async with Rig(host.project("root")) as rig:
         link = await rig.link("box")
         odd = '/root/a $HOME %h "q" \\x'
-        object.__setattr__(link.host, "state_dir", odd)
+        link.host = msgspec.structs.replace(link.host, state_dir=odd)
         begun = await jobs.submit(link, JobSpec("odd", "", ["printf", "%s", "$HOME %h {job}"], env={"A": "$HOME %n"}))
         end = await jobs.wait(link, "odd")
         assert (end.backend, end.exit) == ("systemd", 0)
@@ -197,7 +198,7 @@ async def test_a_full_disk_of_systemds_host(host: SystemdHost) -> None:
     host.run("sh", "-c", "mkdir -p /root/small && mount -t tmpfs -o size=2m none /root/small")
     async with Rig(host.project("root")) as rig:
         link = await rig.link("box")
-        object.__setattr__(link.host, "state_dir", "/root/small/state")
+        link.host = msgspec.structs.replace(link.host, state_dir="/root/small/state")
         # The slot kept for the record is lost too: the ballast is given back for it.
         await jobs.submit(link, sh("full", "rm exit.slot; cat /dev/zero > /root/small/fill; exit 3"))
         end = await jobs.wait(link, "full")
