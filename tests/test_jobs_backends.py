@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from remote import jobs
+from remote import files, jobs
 from remote.connect import Link, Rig
 from remote.jobs import JobSpec
 from state.errors import RigbookError
@@ -187,7 +187,8 @@ async def test_a_user_unit_starts_where_the_login_tells_of_no_bus(host: SystemdH
         link = await rig.link("box")
         spec = sh("busless", "echo $XDG_RUNTIME_DIR; exit 4")
         stage = f"{await jobs.jobs_dir(link)}/.stage-busless"
-        await link.put_tree(jobs._tree(spec), stage)
+        script = f"umask 077;mkdir -p {stage}&&cd {stage}&&tar -xf -"
+        (await link.run(script=script, stdin=files.pack(jobs._tree(spec)))).check("staging")
         supervisor = [*bare, "python3", "-I", "-S", f"{stage}/supervisor.pyz", "adopt"]
         host.run(*supervisor, f"{await jobs.jobs_dir(link)}/busless", stage)
         end = await jobs.wait(link, "busless")
