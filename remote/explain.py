@@ -39,10 +39,16 @@ EXPLAIN: dict[str, str] = {
     "host.bad-address": "`ssh` of a host is an alias from the ssh config, user@host, or user@host:port.",
     "guest.absent": "The Proxmox host has no guest of that number. After a migration it is on another node.",
     "guest.input-too-large": "`qm guest exec` takes 1 MiB of input. Larger files need ssh into the VM.",
+    "guest.list-failed": "Neither pvesh nor pct and qm gave a list. Their own words are quoted; `pveversion` and the "
+    "state of pve-cluster (`systemctl status pve-cluster`) say more.",
+    "guest.locked": "Proxmox holds a lock on the guest while it backs it up, moves it or takes a snapshot. Nothing was "
+    "done. A lock that a crash left behind is taken away by `pct unlock ID` or `qm unlock ID`.",
     "guest.no-agent": "qemu-guest-agent does not run in the VM, or is not enabled for it in Proxmox.",
+    "guest.no-host": 'Guests belong to hosts of kind "proxmox", and the project declares none.',
     "guest.no-proxmox": "Guests without ssh are reached by `pct` and `qm`, which belong to root on a Proxmox host.",
     "guest.not-running": "The guest is stopped. `rigbook guests start NAME` starts it.",
     "guest.old-pct": "pct before Proxmox VE 8.1 cannot leave the host's environment behind; rigbook then does it.",
+    "guest.several": "More than one guest has that name or number; each node of a cluster counts its own.",
     "host.bootstrap-only": "The guest agent runs one command and gives its output at the end. That is enough to set up "
     "ssh, and for nothing that streams.",
     "host.key-changed": "The machine shows another host key than the one on file. After a reinstallation that is "

@@ -38,6 +38,7 @@ COMMANDS: dict[str, Command] = {
     "put": Command("tui.cli.copy", "put", "Copy a file or a directory to a host.", "json yes"),
     "get": Command("tui.cli.copy", "get", "Copy a file or a directory from a host.", "json yes"),
     "do": Command("tui.cli.actions", "do", "Run one of the project's own [actions].", "json yes dry-run"),
+    "guests": Command("tui.cli.guests", "app", "Containers and VMs: list, start, stop.", "json yes dry-run"),
     "jobs": Command("tui.cli.jobs", "app", "Detached jobs: list, start, show, logs, wait, stop.", "json yes"),
     "gpus": Command("tui.cli.gpus", "gpus", "Every GPU: what it does and who holds it."),
     "clean": Command("tui.cli.clean", "clean", "What dead work still holds: plan, then give back.", "json yes dry-run"),
