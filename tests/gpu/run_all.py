@@ -54,7 +54,7 @@ class Bench:
         paths = ":".join(filter(None, [str(REPO), os.environ.get("PYTHONPATH", "")]))
         self.env = {
             **os.environ,
-            "PYTHONPATH": str(REPO),
+            "PYTHONPATH": paths,
             "COLUMNS": "80",
             **({"STAND_IN": "1"} if args.stand_in else {}),
         }

@@ -2,7 +2,7 @@
 
     workload.py pool MIB N     a launcher with N workers of a `spawn` pool, each with MIB on GPU 0
     workload.py deaf MIB       a launcher whose child, in a session of its own, ignores SIGTERM and holds MIB
-    workload.py forked MIB     opens a context, forks a child that does nothing, and waits (the child inherits the files)
+    workload.py forked MIB     opens a context, forks a child that does nothing, and waits (its files are inherited)
 
 Prints `ready PID…`, the pids that hold. With STAND_IN set there is no CUDA: the device node is opened instead, and
 the test's NVML library reads FAKE_VRAM from the environment.
