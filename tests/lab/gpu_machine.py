@@ -214,8 +214,7 @@ class Machine:
         return loads(text, self.folder)
 
     def link(self) -> MachineLink:
-        host = Host.model_validate({"kind": "local", "state_dir": f"{self.folder}/state"})
-        return MachineLink("here", host, self)
+        return MachineLink("here", self.project().hosts["here"], self)
 
 
 class MachineLink(LocalLink):
