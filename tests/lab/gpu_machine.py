@@ -225,10 +225,11 @@ class MachineLink(LocalLink):
         self._machine = machine
 
     @contextlib.asynccontextmanager
-    async def _open(self, command: str) -> AsyncIterator[Channel]:
+    async def _open(self, command: str, *more: Any, **named: Any) -> AsyncIterator[Channel]:
         from remote import shell
 
-        async with super()._open(f"exec {shell.join(self._machine.inside(['/bin/sh', '-c', command]))}") as channel:
+        inside = f"exec {shell.join(self._machine.inside(['/bin/sh', '-c', command]))}"
+        async with super()._open(inside, *more, **named) as channel:
             yield channel
 
 
