@@ -27,7 +27,7 @@ from remote.resolve import Resolved, Target
 from state.errors import UNREACHABLE, USAGE, RigbookError
 
 AT_ONCE = 6  # logins in progress on one sshd
-TRIES = 4  # for what a busy sshd does to a connection before login; nothing has run then, so it is safe to knock again
+TRIES = 5  # for what a busy sshd does to a connection before login; nothing has run then, so it is safe to knock again
 DEPTH = 8  # jump hosts behind jump hosts
 CONNECT_S, LOGIN_S = 10.0, 20.0
 # To a host that answered before. Short, since the next knock may be the one that finds the link back: a TCP connection
@@ -51,11 +51,30 @@ class Line:
     via: str  # the jump hosts or the ProxyCommand; "" for none
 
 
+class Gate:
+    """Lets a few logins at once through to one sshd, and fewer when it drops some."""
+
+    def __init__(self) -> None:
+        self.room = AT_ONCE
+        self._inside = 0
+        self._changed = asyncio.Condition()
+
+    async def __aenter__(self) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._inside < self.room)
+            self._inside += 1
+
+    async def __aexit__(self, *_: object) -> None:
+        async with self._changed:
+            self._inside -= 1
+            self._changed.notify_all()
+
+
 class Dialer:
     def __init__(self, pins: Path, *, accept_new: bool = False) -> None:
         self._pins = pins
         self._accept_new = accept_new
-        self._gates: dict[tuple[str, int], asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(AT_ONCE))
+        self._gates: dict[tuple[str, int], Gate] = defaultdict(Gate)
         self._hops: dict[tuple[object, ...], asyncio.Task[Line]] = {}
 
     async def aclose(self) -> None:
@@ -130,8 +149,9 @@ class Dialer:
     async def _login(self, name: str, resolved: Resolved, tunnel: Any, via: str, again: bool) -> Line:
         for attempt in range(1, TRIES + 1):
             watcher = hostkeys.Watcher(await self._judge(name, resolved))
+            gate = self._gates[(resolved.host, resolved.port)]
             try:
-                async with self._gates[(resolved.host, resolved.port)]:
+                async with gate:
                     connection = await self._connect(resolved, tunnel, watcher, again)
             except (asyncssh.HostKeyNotVerifiable, asyncssh.KeyExchangeFailed) as error:
                 if watcher.refused is None:
@@ -141,6 +161,7 @@ class Dialer:
                 # A server that takes connections and then says nothing is not a busy one.
                 if attempt == TRIES or "timeout" in str(error):
                     raise _unreachable(name, resolved, error, via) from error
+                gate.room = max(1, gate.room // 2)
                 await asyncio.sleep(backoff(attempt))
             except (TimeoutError, OSError, asyncssh.Error, ValueError) as error:
                 raise _unreachable(name, resolved, error, via) from error

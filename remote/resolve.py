@@ -33,6 +33,7 @@ _DYNAMIC = re.compile(
 )
 _INCLUDE = re.compile(r"^\s*include\s*=?\s*(.+?)\s*$", re.I | re.M)
 DEFAULT_KEYS = ("id_rsa", "id_ecdsa", "id_ecdsa_sk", "id_ed25519", "id_ed25519_sk", "id_xmss", "id_dsa")
+_OWN = {"host", "hostname", "user", "port", "loglevel"}  # always there, and fields of their own
 _SEVERAL = {"identityfile", "certificatefile", "sendenv", "setenv", "localforward", "remoteforward", "dynamicforward"}
 
 
@@ -108,9 +109,8 @@ def resolve(target: Target, config: Path | None) -> Resolved:
         return _by_asyncssh(target, config)
     values = _asked(ssh, target, config)
     plain = _defaults(ssh)
-    return _resolved(
-        target, config, {key: said for key, said in values.items() if said != plain.get(key)}, values, "ssh -G"
-    )
+    configured = {key: said for key, said in values.items() if said != plain.get(key) and key not in _OWN}
+    return _resolved(target, config, configured, values, "ssh -G")
 
 
 def differences(target: Target, config: Path | None) -> list[str]:
@@ -195,11 +195,7 @@ def _defaults(ssh: str) -> _Values:
     done = subprocess.run(
         [ssh, "-F", "none", "-G", "localhost"], stdin=subprocess.DEVNULL, capture_output=True, check=False
     )
-    return {
-        key: value
-        for key, value in _parsed(done.stdout.decode("utf-8", "surrogateescape")).items()
-        if key not in {"host", "hostname", "user", "port"}
-    }
+    return _parsed(done.stdout.decode("utf-8", "surrogateescape"))
 
 
 def _mark(path: str) -> object:
@@ -307,6 +303,7 @@ def _notes(values: Mapping[str, tuple[str, ...]]) -> list[str]:
     found = []
     strict = values.get("stricthostkeychecking", ("",))[0]
     if strict in ("no", "off", "false", "accept-new"):
+        strict = strict if strict == "accept-new" else "no"
         found.append(f"StrictHostKeyChecking {strict} is not followed: rigbook always checks host keys")
     if values.get("forwardagent", ("no",))[0] not in ("no", "false"):
         found.append("ForwardAgent is not followed: nothing on a rig needs your keys")
@@ -383,7 +380,7 @@ def _by_asyncssh(target: Target, config: Path | None) -> Resolved:
     except (OSError, ValueError, SyntaxError) as error:
         raise _unusable(target, config, str(error)) from error
     values: _Values = {}
-    for name, raw in read.get_options(True).items():
+    for name, raw in read.get_options(False).items():
         several = raw if isinstance(raw, list | tuple) else [raw]
         said = tuple({True: "yes", False: "no"}.get(v, str(v)) if isinstance(v, bool) else str(v) for v in several)
         key = name.lower()
