@@ -149,7 +149,7 @@ def put(ask: dict[str, Any], source: IO[bytes], out: IO[bytes]) -> int:
         sync_folder(folder)
     except EOFError:
         # The link was lost. What came of a large file waits for the next try.
-        done = kept_worth(ask, descriptor)
+        done = kept_worth(ask, descriptor) and keep(folder, name, ask["key"], part)
         return 75
     except ValueError as error:
         return fail(out, errno.EBADMSG, str(error))
@@ -179,19 +179,51 @@ def part_name(name: bytes, key: str) -> bytes:
 
 def open_part(folder: bytes, name: bytes, key: str) -> tuple[bytes, int, bool]:
     """A file of our own to write into: (path, descriptor, whether it holds an earlier try)."""
+    theirs = -1
     if key:
         path = os.path.join(folder, part_name(name, key))
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        theirs = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return path, descriptor, True
+            fcntl.flock(theirs, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return path, theirs, True
         except OSError:
-            os.close(descriptor)  # somebody copies the same file at this moment: do it beside them
+            pass  # somebody copies the same file just now, or still waits on a link that was cut: do it beside them
     path = os.path.join(folder, part_name(name, os.urandom(6).hex()))
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with contextlib.suppress(OSError):  # a file system without locks: then nobody clears it away either
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return path, descriptor, False
+    if theirs >= 0:
+        # What they have is a good beginning: both ends compare it before it is gone on with.
+        with contextlib.suppress(OSError):
+            while data := os.read(theirs, CHUNK):
+                write_all(descriptor, data)
+        os.close(theirs)
+    return path, descriptor, theirs >= 0
+
+
+def keep(folder: bytes, name: bytes, key: str, part: bytes) -> bool:
+    """Leave our part where the next try looks for it. False when it is not ours to give: somebody writes there."""
+    kept = os.path.join(folder, part_name(name, key))
+    if kept == part:
+        return True
+    try:
+        descriptor = os.open(kept, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.replace(part, kept)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
 
 
 def clear_stale(folder: bytes, name: bytes, key: str) -> None:
@@ -247,9 +279,7 @@ def receive(source: IO[bytes], descriptor: int, digest: Any) -> bool:
             data = exactly(source, min(CHUNK, length))
             digest.update(data)
             length -= len(data)
-            view = memoryview(data)
-            while view:
-                view = view[os.write(descriptor, view) :]
+            write_all(descriptor, data)
 
 
 def sync_folder(folder: bytes) -> None:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 import secrets
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -41,6 +42,7 @@ State = Literal["running", "finished", "vanished", "lost_reboot", "unknown", "ab
 ENDED = frozenset({"finished", "vanished", "lost_reboot"})
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 SUBMIT_S = 120.0
+AGAIN_S = 5.0  # a link that was silent for longer before it was called lost is not tried again while somebody waits
 SOURCE = Path(__file__).resolve().parents[1]  # where our own packages lie, installed or not
 
 
@@ -153,6 +155,7 @@ async def submit(link: Link, spec: JobSpec) -> JobStatus:
     tree = await asyncio.to_thread(_tree, spec)
     data = await asyncio.to_thread(files.pack, tree)
     jobs = await jobs_dir(link)
+    began = time.monotonic()
     for attempt in range(1, 4):
         stage = f"{jobs}/.stage-{spec.id}-{secrets.token_hex(4)}"
         script = (
@@ -161,7 +164,7 @@ async def submit(link: Link, spec: JobSpec) -> JobStatus:
             f'exec "$p" -I -S "$s/supervisor.pyz" adopt {shell.quote(f"{jobs}/{spec.id}")} "$s"'
         )
         result = await link.run(script=script, stdin=data, timeout=SUBMIT_S)
-        if result.state != "unknown":
+        if result.state != "unknown" or time.monotonic() - began > AGAIN_S:
             break
         await asyncio.sleep(backoff(attempt))
     if pythons.MARK in result.stderr.decode("utf-8", "replace"):
@@ -222,6 +225,7 @@ async def status(link: Link, id: str) -> JobStatus:
     """What the host says; `unknown` when it cannot be asked (which says nothing about the job)."""
     check_id(id)
     error: RigbookError | None = None
+    began = time.monotonic()
     for _ in range(2):  # the shared probe may have died unnoticed since the last call
         try:
             return parse_status(await (await link.probe()).call("job", jobs=await jobs_dir(link), id=id))
@@ -229,6 +233,8 @@ async def status(link: Link, id: str) -> JobStatus:
             if caught.exit_code != UNREACHABLE:
                 raise
             error = caught
+        if time.monotonic() - began > AGAIN_S:
+            break
     return JobStatus(id, "unknown", reason=str(error))
 
 
@@ -257,8 +263,11 @@ async def stop(link: Link, id: str, grace: float = 10) -> JobStatus:
         f"d={shell.quote(where)};[ -d \"$d\" ]||{{ printf '{{}}';exit 0;}};p=$({shell.FIND_PYTHON})||exit 127;"
         f'exec "$p" -I -S "$d/supervisor.pyz" stop "$d" {grace:g}'
     )
+    began = time.monotonic()
     result = await link.run(script=script, timeout=grace + 60)
     if result.state == "unknown":
+        if time.monotonic() - began > AGAIN_S:
+            return JobStatus(id, "unknown", reason=result.reason)
         return await status(link, id)
     raw = json.loads(result.check(f"stopping job {id}").stdout)
     return parse_status(raw) if raw else JobStatus(id, "absent", reason="there is no such job")

@@ -98,6 +98,8 @@ def make(host: Namespace, hostname: str, folder: Path, public_key: str, index: i
     root = folder / name
     lab = root / "up/lab"
     lab.mkdir(parents=True)
+    (root / "up/root").mkdir(mode=0o700)
+    os.setxattr(root / "up/root", "trusted.overlay.opaque", b"y")  # root's home there begins empty
     for kind in ("ed25519", "ecdsa"):
         rigs.make_key(lab / f"ssh_host_{kind}_key", "ecdsa-sha2-nistp256" if kind == "ecdsa" else "ssh-ed25519")
     (lab / "authorized_keys").write_text(public_key)

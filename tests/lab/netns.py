@@ -90,6 +90,15 @@ class Namespace:
     def restore(self) -> None:
         run("nsenter", "-t", str(self.process.pid), "-n", "ip", "link", "set", "eth0", "up")
 
+    def throttle(self, rate: int | None) -> None:
+        """Let at most `rate` bytes a second through, each way; None: as many as there are."""
+        ends = (("nsenter", "-t", str(self.process.pid), "-n", "tc"), "eth0"), (("tc",), f"rb{self.process.pid}")
+        for tc, device in ends:
+            run(*tc, "qdisc", "del", "dev", device, "root", check=False)
+            if rate is not None:
+                shape = ("tbf", "rate", f"{rate}bps", "burst", "64kb", "latency", "100ms")  # tc's bps are bytes
+                run(*tc, "qdisc", "add", "dev", device, "root", *shape)
+
     def end(self) -> None:
         for pid in rigs.descendants(self.process.pid)[:1]:
             with contextlib.suppress(ProcessLookupError):
@@ -183,6 +192,10 @@ class Far:
     def restore(self) -> None:
         self.space.restore()
 
+    def throttle(self, rate: int | None) -> None:
+        """A thin cable: at most `rate` bytes a second each way."""
+        self.space.throttle(rate)
+
     def freeze(self) -> None:
         self.sshd.freeze()
 
@@ -192,9 +205,10 @@ class Far:
 
 @contextmanager
 def far_host(settings: str = "", prepare: Callable[[Namespace], None] | None = None) -> Iterator[Far]:
-    """`prepare` may change mounts and the like in the namespace before sshd starts."""
+    """`prepare` may change mounts and the like in the namespace before sshd starts. Root's home there is empty."""
     space = namespace()
     try:
+        space.enter("mount", "-t", "tmpfs", "-o", "mode=700", "tmpfs", "/root")
         if prepare:
             prepare(space)
         with rigs.sshd(settings, address=space.far, launch=space.start) as server:

@@ -6,7 +6,7 @@
         rig.change(101, lock="backup")
         rig.far.cut()
 
-`pve` is a `netns.far_host` whose logins find the stand-ins first in PATH and have a HOME of their own. Container 101
+`pve` is a `netns.far_host` whose logins find the stand-ins first in PATH. Container 101
 is a real container. A second one plays VM 200, whose guest agent the `qm` stand-in plays. Both run an sshd with host
 keys of their own, at `rig.container.address` and `rig.vm.address`, reached through the host.
 """
@@ -31,6 +31,8 @@ from tests.lab.netns import Far
 HERE = Path(__file__).parent
 PROGRAMS = ("pct", "qm", "pvesh")
 GIB = 1024**3
+# Not one of a home directory: on the host, root's home is another.
+PYTHON = next((path for path in ("/usr/bin/python3", "/usr/local/bin/python3") if os.path.exists(path)), sys.executable)
 
 
 @dataclass
@@ -76,7 +78,7 @@ def install(folder: Path, guests: dict[str, Any]) -> None:
     """The stand-ins under Proxmox's names in `folder`/bin, and the node that they speak for."""
     (folder / "bin").mkdir()
     for name in PROGRAMS:
-        words = [sys.executable, "-I", "-S", str(HERE / f"{name}_stand_in.py"), str(folder / "node.json")]
+        words = [PYTHON, "-I", "-S", str(HERE / f"{name}_stand_in.py"), str(folder / "node.json")]
         (folder / "bin" / name).write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
         (folder / "bin" / name).chmod(0o755)
     node = {"node": "pve", "keep_env_option": True, "agent_output_limit": 16 * 1024**2, "guests": guests}
@@ -93,12 +95,10 @@ def guest(kind: str, made: lxc.Container, name: str, config: dict[str, Any]) -> 
 def proxmox_rig(settings: str = "") -> Iterator[ProxmoxRig]:
     lxc.require()
     folder = Path(tempfile.mkdtemp(prefix="rb-pve-"))
-    home = folder / "root"
-    home.mkdir(mode=0o700)
     path = f"{folder}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     try:
         # The guests' cables hang on the host, so that they can be cut off with it.
-        with netns.far_host(f"SetEnv PATH={path} HOME={home}\n{settings}") as far:
+        with netns.far_host(f"SetEnv PATH={path}\n{settings}") as far:
             far.space.forward()
             key = (far.sshd.root / "key.pub").read_text()
             (folder / "guests").mkdir()
