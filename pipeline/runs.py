@@ -133,7 +133,8 @@ async def _next_attempt(work: Work, link: Link, stem: str) -> tuple[str, JobStat
         if run not in finished:
             if job.state == "finished" and job.exit == 0:
                 return run, job
-            await settle(work, link, run, stem)
+            if (await settle(work, link, run, stem)).status == "done":
+                return run, job
         attempt += 1
 
 
@@ -190,25 +191,25 @@ async def settle(work: Work, link: Link, run: str, name: str) -> Outcome:
     with contextlib.suppress(RigbookError):
         await jobs.mirror(link, run, folder)
     said = [event for _, event in event_lines(folder / "events.jsonl")]
-    result: dict[str, Any] = next((e["result"] for e in reversed(said) if e["kind"] == "result"), {})
+    results: list[dict[str, Any]] = [e["result"] for e in said if e["kind"] == "result"]
     error = next((e["message"] for e in reversed(said) if e["kind"] == "error"), None)
-    outcome = Outcome(
-        run,
-        _status_word(status),
-        status.exit,
-        result,
-        _seconds(status),
-        error or _last_words(folder / "out.log", status),
-    )
+    word = _status_word(status)
+    if word == "lost" and results:
+        # Killed with its supervisor, but after its last word, which a stage says when its manifest is on the disk.
+        word, error = "done", None
+    elif error is None:
+        error = _last_words(folder / "out.log", status)
+    outcome = Outcome(run, word, status.exit, results[-1] if results else {}, _seconds(status), error)
     if run not in finished_runs(work.journal):
-        ended_events = [*_facts(said, run, link.name), _finished(outcome)]
+        notes = [event for _, event in event_lines(folder / "mirror.jsonl")]
+        ended_events = [*_facts([*said, *notes], run, link.name), _finished(outcome)]
         started = started_runs(work.journal).get(run)
         if started is not None and started.what == "server" and outcome.status != "stopped":
             # Nobody asked it to end: whoever reads the book must not go on thinking that it answers.
             state = events.ServerState(run=run, profile=started.name, state="vanished", detail=outcome.error)
             ended_events.append(state)
         work.journal.append_once(*ended_events, unless="run.finished", run=run)
-    ended = {"result": result, "seconds": outcome.seconds, "error": outcome.error}
+    ended = {"result": outcome.result, "seconds": outcome.seconds, "error": outcome.error}
     work.report(Update(run, name, outcome.status, ended))
     return outcome
 
@@ -222,6 +223,8 @@ def _status_word(status: JobStatus) -> RunStatus:
 
 
 def _seconds(status: JobStatus) -> float:
+    if status.seconds is not None:
+        return status.seconds  # by a clock of the host's that nobody sets
     if status.started is None:
         return 0.0
     return max(0.0, (status.ended or time.time()) - status.started)
@@ -231,7 +234,11 @@ def _last_words(log: Path, status: JobStatus) -> str | None:
     """Why a job failed when it said nothing itself: the end of its log."""
     if status.state == "finished" and status.exit == 0:
         return None
-    lines = log.read_bytes().decode(errors="replace").strip().splitlines() if log.exists() else []
+    lines = []
+    if log.exists():
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 65536))
+            lines = file.read().decode(errors="replace").strip().splitlines()
     how = status.describe()
     return f"{how}; last line: {lines[-1][:300]}" if lines else how
 
@@ -264,7 +271,18 @@ def _facts(said: list[dict[str, Any]], run: str, host: str) -> list[events.Event
             )
         elif event["kind"] == "warning":
             out.append(events.Warned(where=run, check=event["check"], message=event["message"]))
+        elif event["kind"] == "log_quota":
+            out.append(events.Warned(where=run, check="job.log-quota", message=_dropped(event)))
+        elif event["kind"] == "log_reset":
+            said_so = f"{event['file']} was {event['why']} on {host}; what it held is kept as {event['kept']}"
+            out.append(events.Warned(where=run, check="job.log-reset", message=said_so))
     return out
+
+
+def _dropped(event: dict[str, Any]) -> str:
+    if "problem" in event:
+        return f"the log grew past its quota of {event['quota']} bytes, and nothing can be dropped: {event['problem']}"
+    return f"bytes {event['from']} to {event['to']} of the log were dropped by its quota of {event['quota']} bytes"
 
 
 def _finished(outcome: Outcome) -> events.RunFinished:

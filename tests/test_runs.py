@@ -219,6 +219,46 @@ def test_what_ended_while_nobody_looked_is_settled_once(root: Path) -> None:
     assert run_folder_events(root, outcome.run)
 
 
+def test_a_stage_that_had_finished_when_its_supervisor_was_killed_is_done(root: Path) -> None:
+    """Only the supervisor dies: the job works on to its end, and its last word counts where no exit code is known."""
+    spec = wanted(root, rows=20, pause=0.05)
+    rows, manifest = root / "data" / "toy" / "rows.jsonl", root / "data" / "toy" / "manifest.json"
+    first = controller(root, spec)
+    until(lambda: rows.exists() and rows.stat().st_size > 0, first)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    (start,) = (root / "jobs" / "jobs").glob("toy-*/start.json")
+    os.kill(json.loads(start.read_text())["supervisor"]["pid"], signal.SIGKILL)
+    assert not manifest.exists()
+    outcome, _ = go(root, spec)
+    assert (outcome.status, outcome.exit) == ("done", None) and outcome.result["rows"]["out"] == 20
+    assert len(list((root / "jobs" / "jobs").glob("toy-*"))) == 1, "it was not started again"
+    assert [e.status for e in recorded(root) if isinstance(e, events.RunFinished)] == ["done"]
+
+
+def test_what_happened_to_a_log_is_in_the_book_once(root: Path) -> None:
+    async def work() -> None:
+        async with open_work(root) as opened:
+            link = await opened.rig.link("here")
+            run = "toy-log-1"
+            opened.journal.append(events.RunStarted(run=run, what="stage", name="toy", host="here", job=run))
+            script = "i=0; while [ $i -lt 9000 ]; do echo line $i; i=$((i+1)); done; sleep 1000"
+            job = await jobs.submit(link, jobs.JobSpec(run, "toy", ["sh", "-c", script], log_quota=20000))
+            folder = run_folder(opened.project, run)
+            async with asyncio.timeout(20):
+                while not Path(job.dir, "holes.json").exists():
+                    await asyncio.sleep(0.02)
+            await jobs.mirror(link, run, folder)
+            Path(job.dir, "out.log").write_bytes(b"new\n")
+            await jobs.mirror(link, run, folder)
+            await jobs.stop(link, run, grace=1)
+            await settle_all(opened)
+            await settle_all(opened)
+
+    asyncio.run(work())
+    assert [e.check for e in recorded(root) if isinstance(e, events.Warned)] == ["job.log-quota", "job.log-reset"]
+
+
 def test_two_controllers_at_once_tell_a_run_once(root: Path) -> None:
     """A demo beside `rigbook status` or the app: each sees the run start and end, and neither may have told it yet."""
     spec = wanted(root, rows=10, pause=0.02)

@@ -47,6 +47,9 @@ class LogQuota:
             return
         holes = jobdir.holes(self.directory, "out.log")
         low, high = holes[0] if holes else (0, 0)
+        if size < high:  # somebody cut the log: what was dropped from it is history
+            os.unlink(os.path.join(self.directory, "holes.json"))
+            return
         if self.problem or size - (high - low) <= self.quota:
             return
         if self.problem is None:

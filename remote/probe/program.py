@@ -26,7 +26,8 @@ import sys
 import threading
 import time
 import zlib
-from typing import Any, Dict, List, Optional
+from _queue import SimpleQueue
+from typing import Any, Dict, List, Optional, Tuple
 
 from remote.probe import procs
 
@@ -116,25 +117,38 @@ class Probe:
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
         self._streams: Dict[int, Stream] = {}
-        self._busy = threading.Semaphore(AT_ONCE)
+        self._todo: "SimpleQueue[Tuple[Dict[str, Any], Optional[Stream]]]" = SimpleQueue()
+        self._threads = 0
+        self._lock = threading.Lock()
+        self._busy = 0
         self.heard = time.monotonic()
 
     def take(self, asked: Dict[str, Any]) -> None:
         """One message of the controller's."""
         if "call" in asked or "stream" in asked:
-            if not self._busy.acquire(blocking=False):
-                self._answer(asked["id"], None, RuntimeError("%d calls are being answered already" % AT_ONCE))
-                return
+            with self._lock:
+                if self._busy >= AT_ONCE:
+                    self._answer(asked["id"], None, RuntimeError("%d calls are being answered already" % AT_ONCE))
+                    return
+                self._busy += 1
+                new = self._busy > self._threads
+                self._threads += new
             stream = None
             if "stream" in asked:
                 stream = self._streams[asked["id"]] = Stream(self._wire, asked["id"], asked["stream"])
-            threading.Thread(target=self._work, args=(asked, stream), daemon=True).start()
+            self._todo.put((asked, stream))
+            if new:
+                threading.Thread(target=self._worker, daemon=True).start()
         elif asked.get("id") in self._streams:
             stream = self._streams[asked["id"]]
             if "credit" in asked:
                 stream.more(asked["credit"])
             elif "cancel" in asked:
                 stream.cancel()
+
+    def _worker(self) -> None:
+        while True:
+            self._work(*self._todo.get())
 
     def _work(self, asked: Dict[str, Any], stream: Optional[Stream]) -> None:
         try:
@@ -150,7 +164,8 @@ class Probe:
             self._answer(asked["id"], None, error)
         finally:
             self._streams.pop(asked["id"], None)
-            self._busy.release()
+            with self._lock:
+                self._busy -= 1
 
     def _answer(self, id: int, result: Any, error: Optional[Exception]) -> None:
         answer: Dict[str, Any] = {"id": id, "ok": error is None, "wall": time.time(), "monotonic": time.monotonic()}
