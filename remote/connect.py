@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self
 
-from remote import shell
+from remote import pythons, shell
 from remote.result import Result
 from state.errors import UNREACHABLE, USAGE, RigbookError
 
@@ -195,11 +195,9 @@ class Link(ABC):
     async def python(self) -> str:
         """The far side's Python >= 3.9, as an absolute path."""
         if self._python is None:
-            found = await self.run(script=shell.FIND_PYTHON, timeout=20)
+            found = await self.run(script=f"({shell.FIND_PYTHON})||{{ {pythons.REPORT} exit 127;}}", timeout=20)
             if found.state == "exited" and found.exit == 127:
-                raise RigbookError(
-                    "host.no-python", "there is no Python 3.9 or newer", host=self.name, hint="apt install python3"
-                )
+                raise pythons.missing(found.stderr.decode("utf-8", "replace"), self.name)
             self._python = found.check("looking for python3").text()
         return self._python
 
