@@ -17,7 +17,7 @@ from remote.connect import Link, Rig
 from state.errors import RigbookError
 from state.project import Project
 from tests.lab import rigs
-from tests.test_exec import box, played, where  # noqa: F401 (fixtures)
+from tests.test_exec import box, played, proxmox, where  # noqa: F401 (fixtures)
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 
@@ -28,12 +28,27 @@ async def link(where: tuple[Project, str]) -> AsyncIterator[Link]:  # noqa: F811
         yield await rig.link(where[1])
 
 
+class FarPath(str):
+    """A directory on the far side by its name there; `here` is where the tests look into it."""
+
+    here: Path
+
+
 @pytest.fixture
-async def far(link: Link) -> AsyncIterator[str]:
-    """A directory on the far side, which is this machine too: the tests look into it."""
-    name = (await link.run(["mktemp", "-d", "/tmp/rb-files-XXXXXX"])).check("mktemp").text().strip()
+async def far(link: Link, request: pytest.FixtureRequest) -> AsyncIterator[FarPath]:
+    name = FarPath((await link.run(["mktemp", "-d", "/tmp/rb-files-XXXXXX"])).check("mktemp").text().strip())
+    name.here = Path(name)
+    if link.name == "ct":  # a container has a file system of its own
+        rig = request.getfixturevalue("proxmox")
+        pid = rig.container.lxc("info", "-pH").strip()
+        name.here = Path(f"/proc/{rig.far.space.pid}/root/proc/{pid}/root{name}")
     yield name
     await link.run(["rm", "-rf", name])
+
+
+def not_in_a_container(link: Link) -> None:
+    if link.name == "ct":
+        pytest.skip("a mount of ours is not seen in the container")
 
 
 @pytest.fixture(params=["courier", "sh"])
@@ -56,7 +71,7 @@ NAMES = ["plain", "a b", "it's", "new\nline", "-n", "é", "\udcff", ".hidden", "
 
 
 @pytest.mark.usefixtures("without_python")
-async def test_files_arrive_whole_with_their_mode(link: Link, far: str, tmp_path: Path) -> None:
+async def test_files_arrive_whole_with_their_mode(link: Link, far: FarPath, tmp_path: Path) -> None:
     for name in NAMES:
         source, back = tmp_path / "source", tmp_path / "back"
         data = os.urandom(300_007)
@@ -64,13 +79,13 @@ async def test_files_arrive_whole_with_their_mode(link: Link, far: str, tmp_path
         source.chmod(0o640)
         sent = await files.put(link, source, f"{far}/{name}")
         assert (sent.size, sent.sha256, sent.checked) == (len(data), hashlib.sha256(data).hexdigest(), True)
-        assert Path(far, name).read_bytes() == data and Path(far, name).stat().st_mode & 0o777 == 0o640
+        assert far.here.joinpath(name).read_bytes() == data and far.here.joinpath(name).stat().st_mode & 0o777 == 0o640
         seen: list[tuple[int, int]] = []
         got = await files.get(link, f"{far}/{name}", back, progress=lambda done, total, s=seen: s.append((done, total)))  # type: ignore[misc]
         assert back.read_bytes() == data and got.sha256 == sent.sha256
         assert seen[-1] == (len(data), len(data))
-        os.unlink(Path(far, name))
-    assert os.listdir(far) == [] and not parts(tmp_path)
+        os.unlink(far.here.joinpath(name))
+    assert os.listdir(far.here) == [] and not parts(tmp_path)
     (tmp_path / "empty").touch()
     assert (await files.put(link, tmp_path / "empty", f"{far}/empty")).size == 0
     assert (await files.get(link, f"{far}/empty", back)).size == 0 and back.read_bytes() == b""
@@ -79,13 +94,13 @@ async def test_files_arrive_whole_with_their_mode(link: Link, far: str, tmp_path
 
 
 @pytest.mark.usefixtures("without_python")
-async def test_what_cannot_be_written_says_why_and_changes_nothing(link: Link, far: str, tmp_path: Path) -> None:
+async def test_what_cannot_be_written_says_why_and_changes_nothing(link: Link, far: FarPath, tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.write_bytes(b"new")
-    os.mkfifo(Path(far, "pipe"))
-    Path(far, "folder").mkdir()
-    Path(far, "file").write_bytes(b"old")
-    os.chmod(Path(far, "folder"), 0o777)
+    os.mkfifo(far.here.joinpath("pipe"))
+    far.here.joinpath("folder").mkdir()
+    far.here.joinpath("file").write_bytes(b"old")
+    os.chmod(far.here.joinpath("folder"), 0o777)
     cases = {"folder": "file.is-directory", "pipe": "file.special", "file/x": "file.not-directory",
              "no/such/x": "file.not-found", "y" * 256: "file.bad-name"}  # fmt: skip
     for name, id in cases.items():
@@ -97,17 +112,17 @@ async def test_what_cannot_be_written_says_why_and_changes_nothing(link: Link, f
             await asyncio.wait_for(files.get(link, f"{far}/{name}", tmp_path / "back"), 30)
         assert caught.value.id == id, (name, caught.value)
     await files.put(link, source, f"{far}/folder/")
-    assert Path(far, "folder", "source").read_bytes() == b"new"
-    assert sorted(os.listdir(far)) == ["file", "folder", "pipe"] and not (tmp_path / "back").exists()
+    assert far.here.joinpath("folder", "source").read_bytes() == b"new"
+    assert sorted(os.listdir(far.here)) == ["file", "folder", "pipe"] and not (tmp_path / "back").exists()
 
 
 @pytest.mark.usefixtures("without_python")
-async def test_a_link_is_written_through_and_told(link: Link, far: str, tmp_path: Path) -> None:
+async def test_a_link_is_written_through_and_told(link: Link, far: FarPath, tmp_path: Path) -> None:
     (tmp_path / "source").write_bytes(b"new")
-    Path(far, "real").write_bytes(b"old")
-    Path(far, "link").symlink_to("real")
+    far.here.joinpath("real").write_bytes(b"old")
+    far.here.joinpath("link").symlink_to("real")
     sent = await files.put(link, tmp_path / "source", f"{far}/link")
-    assert Path(far, "link").is_symlink() and Path(far, "real").read_bytes() == b"new"
+    assert far.here.joinpath("link").is_symlink() and far.here.joinpath("real").read_bytes() == b"new"
     assert sent.by == "sh" or sent.through == f"{far}/real"
     got = await files.get(link, f"{far}/link", tmp_path / "back")
     assert (tmp_path / "back").read_bytes() == b"new" and (got.by == "sh" or got.through == f"{far}/real")
@@ -128,21 +143,22 @@ def mounted(options: str, at: Path, size: str = "1m") -> Iterator[Path]:
 @needs_root
 @pytest.mark.report(26)
 @pytest.mark.usefixtures("without_python")
-async def test_full_and_read_only_disks_are_told_apart(link: Link, far: str, tmp_path: Path) -> None:
+async def test_full_and_read_only_disks_are_told_apart(link: Link, far: FarPath, tmp_path: Path) -> None:
+    not_in_a_container(link)
     source = tmp_path / "source"
     source.write_bytes(os.urandom(3 << 20))
-    with mounted("", Path(far, "small")) as small:
+    with mounted("", far.here.joinpath("small")) as small:
         (small / "kept").write_bytes(b"old")
         with pytest.raises(RigbookError) as caught:
             await files.put(link, source, f"{small}/kept")
         assert caught.value.id == "file.no-space" and caught.value.exit_code == 1
         assert os.listdir(small) == ["kept"] and (small / "kept").read_bytes() == b"old"
-    with mounted("ro", Path(far, "ro")) as read_only:
+    with mounted("ro", far.here.joinpath("ro")) as read_only:
         with pytest.raises(RigbookError) as caught:
             await files.put(link, source, f"{read_only}/x")
         assert caught.value.id == "file.read-only"
     if link.name != "here":
-        Path(far, "shut").mkdir(mode=0o500)
+        far.here.joinpath("shut").mkdir(mode=0o500)
         user = (await link.run(["id", "-u"])).text().strip()
         if user != "0":
             with pytest.raises(RigbookError) as caught:
@@ -152,10 +168,11 @@ async def test_full_and_read_only_disks_are_told_apart(link: Link, far: str, tmp
 
 @needs_root
 @pytest.mark.report(25)
-async def test_a_noexec_disk_takes_files_and_is_told(link: Link, far: str, tmp_path: Path) -> None:
+async def test_a_noexec_disk_takes_files_and_is_told(link: Link, far: FarPath, tmp_path: Path) -> None:
+    not_in_a_container(link)
     (tmp_path / "tool").write_text("#!/bin/sh\necho ran\n")
     (tmp_path / "tool").chmod(0o755)
-    with mounted("noexec", Path(far, "noexec")) as place:
+    with mounted("noexec", far.here.joinpath("noexec")) as place:
         sent = await files.put(link, tmp_path / "tool", f"{place}/tool")
         assert sent.noexec and (place / "tool").exists()
         ran = await link.run([f"{place}/tool"])
@@ -163,7 +180,7 @@ async def test_a_noexec_disk_takes_files_and_is_told(link: Link, far: str, tmp_p
     assert not (await files.put(link, tmp_path / "tool", f"{far}/tool")).noexec
 
 
-async def test_holes_stay_holes(link: Link, far: str, tmp_path: Path) -> None:
+async def test_holes_stay_holes(link: Link, far: FarPath, tmp_path: Path) -> None:
     """A sparse file of a terabyte costs what is in it."""
     source, back = tmp_path / "source", tmp_path / "back"
     with source.open("wb") as file:
@@ -173,7 +190,7 @@ async def test_holes_stay_holes(link: Link, far: str, tmp_path: Path) -> None:
         file.truncate((1 << 40) + (1 << 20))
     sent = await files.put(link, source, f"{far}/sparse")
     assert sent.size == source.stat().st_size and sent.sha256 is None and sent.checked
-    copy = Path(far, "sparse")
+    copy = far.here.joinpath("sparse")
     assert copy.stat().st_size == source.stat().st_size and copy.stat().st_blocks * 512 < 1 << 20
     await files.get(link, f"{far}/sparse", back)
     assert back.stat().st_size == source.stat().st_size and back.stat().st_blocks * 512 < 1 << 20
@@ -247,12 +264,12 @@ def _locked(path: Path) -> bool:
     return False
 
 
-async def test_two_copies_at_once_do_not_mix(link: Link, far: str, tmp_path: Path) -> None:
+async def test_two_copies_at_once_do_not_mix(link: Link, far: FarPath, tmp_path: Path) -> None:
     source = tmp_path / "source"
     data = os.urandom(2 * upload.LARGE)
     source.write_bytes(data)
     await asyncio.gather(*(files.put(link, source, f"{far}/x") for _ in range(3)))
-    assert Path(far, "x").read_bytes() == data and os.listdir(far) == ["x"]
+    assert far.here.joinpath("x").read_bytes() == data and os.listdir(far.here) == ["x"]
 
 
 @pytest.mark.report(24)

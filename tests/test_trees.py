@@ -16,8 +16,8 @@ from remote import files, sync, trees
 from remote.connect import Link, Rig
 from state.errors import RigbookError
 from tests.lab import rigs
-from tests.test_exec import box, played, where  # noqa: F401 (fixtures)
-from tests.test_files import far, link, mounted, needs_root  # noqa: F401 (fixtures)
+from tests.test_exec import box, played, proxmox, where  # noqa: F401 (fixtures)
+from tests.test_files import FarPath, far, link, mounted, needs_root, not_in_a_container  # noqa: F401 (fixtures)
 
 
 def make(root: Path) -> Path:
@@ -63,28 +63,28 @@ def seen(root: Path) -> dict[str, object]:
     return found
 
 
-async def test_a_directory_there_and_back(link: Link, far: str, tmp_path: Path) -> None:  # noqa: F811
+async def test_a_directory_there_and_back(link: Link, far: FarPath, tmp_path: Path) -> None:  # noqa: F811
     source = make(tmp_path / "source")
     os.mkfifo(source / "pipe")
     sent = await files.put_tree(link, source, f"{far}/new/copy")
-    copy = Path(far, "new", "copy")
+    copy = far.here.joinpath("new", "copy")
     assert seen(copy) == seen(source) and (copy / "plain").stat().st_mtime == 1_000_000_000
     assert (sent.files, sent.links, sent.directories, sent.skipped) == (12, 3, 3, ["pipe"])
-    assert os.listdir(Path(far, "new")) == ["copy"], "nothing of the way there is left"
+    assert os.listdir(far.here.joinpath("new")) == ["copy"], "nothing of the way there is left"
     got = await files.get_tree(link, f"{far}/new/copy", tmp_path / "back")
     assert seen(tmp_path / "back") == seen(source) and (got.files, got.links) == (12, 3)
     assert sorted(os.listdir(tmp_path)) == ["back", "source"]
 
 
-async def test_files_move_into_a_directory_that_exists(link: Link, far: str, tmp_path: Path) -> None:  # noqa: F811
+async def test_files_move_into_a_directory_that_exists(link: Link, far: FarPath, tmp_path: Path) -> None:  # noqa: F811
     source = make(tmp_path / "source")
     await link.run(["mkdir", "-p", f"{far}/there/sub"])
     await files.write(link, f"{far}/there/sub/own", b"stays")
     await files.write(link, f"{far}/there/plain", b"old")
     await files.put_tree(link, source, f"{far}/there")
-    assert Path(far, "there", "plain").read_bytes() == (source / "plain").read_bytes()
-    assert Path(far, "there", "sub", "own").read_bytes() == b"stays"
-    there = seen(Path(far, "there"))
+    assert far.here.joinpath("there", "plain").read_bytes() == (source / "plain").read_bytes()
+    assert far.here.joinpath("there", "sub", "own").read_bytes() == b"stays"
+    there = seen(far.here.joinpath("there"))
     assert {name: what for name, what in there.items() if name not in ("sub/own", "sub")} == {
         name: what for name, what in seen(source).items() if name != "sub"
     }
@@ -107,20 +107,21 @@ async def test_files_move_into_a_directory_that_exists(link: Link, far: str, tmp
 
 
 @needs_root
-async def test_a_full_disk_leaves_nothing(link: Link, far: str, tmp_path: Path) -> None:  # noqa: F811
+async def test_a_full_disk_leaves_nothing(link: Link, far: FarPath, tmp_path: Path) -> None:  # noqa: F811
+    not_in_a_container(link)
     source = make(tmp_path / "source")
     (source / "big").write_bytes(os.urandom(2 << 20))
-    with mounted("", Path(far, "small")) as small:
+    with mounted("", far.here.joinpath("small")) as small:
         with pytest.raises(RigbookError) as caught:
             await files.put_tree(link, source, f"{small}/copy")
         assert caught.value.id == "file.no-space" and os.listdir(small) == []
-    with mounted("ro", Path(far, "ro")) as read_only:
+    with mounted("ro", far.here.joinpath("ro")) as read_only:
         with pytest.raises(RigbookError) as caught:
             await files.put_tree(link, source, f"{read_only}/copy")
         assert caught.value.id == "file.read-only"
     here = tmp_path / "here"
-    Path(far, "big").mkdir(mode=0o755)
-    Path(far, "big", "x").write_bytes(os.urandom(2 << 20))
+    far.here.joinpath("big").mkdir(mode=0o755)
+    far.here.joinpath("big", "x").write_bytes(os.urandom(2 << 20))
     with mounted("", here):
         with pytest.raises(RigbookError) as caught:
             await files.get_tree(link, f"{far}/big", here / "copy")
@@ -214,10 +215,10 @@ def test_what_is_odd_but_harmless_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("rsync") is None, reason="rsync is not installed")
-async def test_sync_sends_only_what_changed(link: Link, far: str, tmp_path: Path) -> None:  # noqa: F811
+async def test_sync_sends_only_what_changed(link: Link, far: FarPath, tmp_path: Path) -> None:  # noqa: F811
     source = make(tmp_path / "source")
     first = await files.sync_tree(link, source, f"{far}/it's a copy")
-    copy = Path(far, "it's a copy")
+    copy = far.here.joinpath("it's a copy")
     assert first.by == "rsync" and first.files == 12 and seen(copy) == seen(source)
     (source / "plain").write_bytes(b"changed")
     (source / "sub" / "x").unlink()
@@ -234,18 +235,19 @@ async def test_sync_sends_only_what_changed(link: Link, far: str, tmp_path: Path
 
 @needs_root
 @pytest.mark.skipif(shutil.which("rsync") is None, reason="rsync is not installed")
-async def test_sync_names_a_full_disk(link: Link, far: str, tmp_path: Path) -> None:  # noqa: F811
+async def test_sync_names_a_full_disk(link: Link, far: FarPath, tmp_path: Path) -> None:  # noqa: F811
+    not_in_a_container(link)
     source = tmp_path / "source"
     source.mkdir()
     (source / "big").write_bytes(os.urandom(3 << 20))
-    with mounted("", Path(far, "small")) as small:
+    with mounted("", far.here.joinpath("small")) as small:
         with pytest.raises(RigbookError) as caught:
             await files.sync_tree(link, source, os.fspath(small))
         assert caught.value.id == "file.no-space"
 
 
 async def test_without_rsync_everything_goes_by_tar(
-    link: Link, far: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+    link: Link, far: FarPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
 ) -> None:  # fmt: skip
     source = make(tmp_path / "source")
 
@@ -254,7 +256,7 @@ async def test_without_rsync_everything_goes_by_tar(
 
     monkeypatch.setattr(sync, "has_rsync", none)
     assert (await files.sync_tree(link, source, f"{far}/copy")).by == "tar"
-    assert seen(Path(far, "copy")) == seen(source)
+    assert seen(far.here.joinpath("copy")) == seen(source)
     with pytest.raises(RigbookError) as caught:
         await files.sync_tree(link, source, f"{far}/copy", delete=True)
     assert caught.value.id == "file.no-rsync"

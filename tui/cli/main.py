@@ -28,7 +28,7 @@ class Command(NamedTuple):
 COMMANDS: dict[str, Command] = {
     "demo": Command("tui.cli.demo", "demo", "The whole pipeline on this machine: no GPU, real numbers.", "json yes"),
     "status": Command("tui.cli.status", "status", "Look at the rig once, bring the book up to date, print it."),
-    "doctor": Command("tui.cli.status", "doctor", "Check what is needed and say what is wrong."),
+    "doctor": Command("tui.cli.doctor", "doctor", "Check what is needed and say what is wrong."),
     "explain": Command("tui.cli.status", "explain", "What an error id or check id means and what to do."),
     "config": Command("tui.cli.config", "app", "Check, explain or print the schema of rigbook.toml."),
     "hosts": Command("tui.cli.hosts", "app", "The hosts of this rig, whether they answer; trust a host's key."),

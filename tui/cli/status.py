@@ -1,14 +1,13 @@
-"""`rigbook status`, `doctor`, `explain`."""
+"""`rigbook status` and `explain`."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import typer
 
-from state.errors import FINDINGS, UNREACHABLE, USAGE, RigbookError
-from tui.cli.common import ctx, emit, root, table, wait_for
+from state.errors import UNREACHABLE, USAGE, RigbookError
+from tui.cli.common import ctx, emit, root, wait_for
 
 
 def status(
@@ -78,59 +77,6 @@ def _plain(markdown: str) -> str:
     return html.unescape(re.sub(r"\\(.)|[*`]", lambda mark: mark.group(1) or "", markdown))
 
 
-def doctor() -> None:
-    """Check what rigbook needs here and on the rig, and say what is wrong and what to do.
-
-    Example:  rigbook doctor
-    """
-    findings = wait_for(_checks())
-    rows = [[f["check"], f["state"], f["text"]] for f in findings]
-    emit(findings, table(rows, ["check", "state", ""]))
-    if any(f["state"] == "wrong" for f in findings):
-        raise typer.Exit(FINDINGS)
-
-
-async def _checks() -> list[dict[str, str]]:
-    import shutil
-
-    from state.journal import Journal
-    from state.project import journal_path, load
-
-    found: list[dict[str, str]] = []
-
-    def add(check: str, good: bool, text: str) -> None:
-        found.append({"check": check, "state": "ok" if good else "wrong", "text": text})
-
-    add("python", sys.version_info >= (3, 11), sys.version.split()[0])
-    free = shutil.disk_usage(root()).free
-    add("disk", free > 1 << 30, f"{free / (1 << 30):.1f} GiB free in {root()}")
-    try:
-        project = load(root())
-    except RigbookError as error:
-        add("project", False, str(error))
-        return found
-    add("project", True, f"{project.project.name}: {len(project.hosts)} hosts, {len(project.profiles)} profiles")
-    path = journal_path(project.root)
-    if path.exists():
-        journal = Journal.open(path, read_only=True)
-        try:
-            verified = journal.verify()
-            add("journal", verified.ok, verified.text)
-        finally:
-            journal.close()
-    from remote.connect import Rig
-
-    async with Rig(project) as rig:
-        for name, host in project.hosts.items():
-            try:
-                link = await rig.link(name)
-                (await link.run(["true"], timeout=20)).check("true")
-                add(f"host.{name}", True, f"{host.kind}{', played' if host.played else ''}: answers")
-            except RigbookError as error:
-                add(f"host.{name}", False, str(error))
-    return found
-
-
 def explain(id: str = typer.Argument(..., help="An error id or check id, e.g. stage.changed.")) -> None:
     """What an error id or check id means and what to do.
 
@@ -153,8 +99,12 @@ def explain(id: str = typer.Argument(..., help="An error id or check id, e.g. st
 def explanations() -> dict[str, str]:
     """The tables of all rooms, joined."""
     from pipeline.explain import EXPLAIN as WORK
+    from remote.check_list import CHECKS as HOSTS
     from remote.explain import EXPLAIN as RIG
+    from state.checks import HERE
     from state.explain import EXPLAIN as BOOK
     from tui.explain import EXPLAIN as DESK
 
-    return {**BOOK, **RIG, **WORK, **DESK}
+    checks = {id: check.text() for id, check in {**HERE, **HOSTS}.items()}
+    # Where an error has the name of a check, the check's text says the same and more.
+    return {**BOOK, **RIG, **WORK, **DESK, **checks}
