@@ -321,7 +321,8 @@ async def apply(
             # Twice in a row, since the driver counts down in steps.
             quiet = 0 if remaining or full or held else quiet + 1
             patience = memory_wait if full else SETTLE_S
-            if quiet >= (2 if gpus else 1) or waited > patience or (remaining and not full):
+            # What is still there still holds: to wait for its memory would be in vain.
+            if quiet >= (2 if gpus else 1) or waited > patience or remaining:
                 break
             await asyncio.sleep(AGAIN_S)
     left = [e for e in after["processes"] if e["class"] == "orphan"]
@@ -350,12 +351,15 @@ def _prove(gpus: dict[str, dict[str, Any]], what: Plan, after: Mapping[str, Any]
     """Whether the items' memory is back. Others may have grown meanwhile: what counts is that no item is listed, and
     that what nobody is named for has not become more."""
     now = {known(gpu.get("uuid")): gpu for gpu in after["nvml"]["gpus"]}
+    # A pid that somebody else has by now is not the item's any more; one that only NVML knows still is.
+    there = {e["pid"]: e["starttime"] for e in after["processes"]}
+    still = [item for item in what.items if there.get(item.pid, item.starttime) == item.starttime]
     for before in what.gpus:
         gpu = now.get(before.uuid)
         record = gpus.setdefault(before.uuid, {"uuid": before.uuid, "free": False, "seconds": None})
         used = known(gpu["memory"]["used"]) if gpu and "memory" in gpu else None
-        others = _others(gpu, what.items) if gpu else None
-        listed = gpu is not None and any(used_by(item.pid, [gpu]) for item in what.items)
+        others = _others(gpu, still) if gpu else None
+        listed = gpu is not None and any(used_by(item.pid, [gpu]) for item in still)
         record.update(used_before=before.used, used_after=used, held=before.held, others_after=others)
         if used is None or listed:
             free = False

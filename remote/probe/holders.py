@@ -44,6 +44,7 @@ class Scanner:
         self._majors: Dict[int, str] = {}
         self._majors_at = -REFRESH_S
         self._lock = threading.Lock()
+        self.table: Dict[int, procs.Stat] = {}  # all processes, at the last look
 
     def scan(self, named: Iterable[int] = (), deep: bool = False) -> Dict[str, Any]:
         """All holders, with the evidence that classifies them. `named`: pids that NVML lists. `deep`: look into every
@@ -70,7 +71,7 @@ class Scanner:
                 looked += 1
             fresh[key] = seen
             unreadable += not seen.readable
-        self._seen = fresh
+        self._seen, self.table = fresh, table
         holding = [pid for pid, now in table.items() if pid in named or fresh[(pid, now.starttime)].nodes]
         sockets = _sockets() if holding else {}
         found = [self._describe(pid, table, fresh[(pid, table[pid].starttime)], sockets, began) for pid in holding]

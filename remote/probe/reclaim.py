@@ -73,7 +73,6 @@ CHANGES: List[Change] = [
         "refused",
         "it runs another program than planned",
     ),
-    ("own", lambda now: bool(now.of("own")), "refused", "we run below it"),
     (
         "job",
         lambda now: now.item["kind"] == "orphan" and now.of("job_id") != now.item["job"],

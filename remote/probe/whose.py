@@ -8,7 +8,7 @@ nothing: an engine's worker often hangs under a shell, and somebody else's serve
 import os
 import socket
 import time
-from typing import Any, Dict, Iterable, List, Optional, Set, Tuple
+from typing import Any, Dict, Iterable, List, Optional, Tuple
 
 from remote.probe import classes, holders, jobdir, nvml, procs
 
@@ -31,7 +31,8 @@ class World:
         self.trees = _trees(self.jobs, self.states)
         self.own = procs.ancestors(os.getpid())
         self.net = holders._link("/proc/self/ns/net")
-        self.answers: Dict[Tuple[str, int], bool] = {}
+        self.listening = procs.listening()
+        self.answers: Dict[int, bool] = {}
 
 
 def scan(jobs: str, interpreters: Iterable[str] = ()) -> Dict[str, Any]:
@@ -46,7 +47,7 @@ def scan(jobs: str, interpreters: Iterable[str] = ()) -> Dict[str, Any]:
         seen = SCANNER.scan(named)
     found = {p["pid"]: p for p in seen["processes"]}
     table = {pid: now for pid in procs.pids() for now in [procs.stat(pid)] if now is not None}
-    sockets = {"socket:[%s]" % inode: entry["port"] for inode, entry in procs.listening().items()}
+    sockets = {"socket:[%s]" % inode: entry["port"] for inode, entry in world.listening.items()}
     for pid, now in table.items():
         if pid not in found and _provenance(pid, now.starttime, world)[0] and procs.alive(pid, now.starttime):
             found[pid] = bare(pid, now, table, sockets)
@@ -70,16 +71,8 @@ def gpu_processes(
     seen = scanner.scan(named, deep)
     found = {p["pid"]: p for p in seen["processes"]}
     if found:
-        table = {pid: now for pid in _family(found) for now in [procs.stat(pid)] if now is not None}
-        judge(found, table, World(jobs, interpreters))
+        judge(found, scanner.table, World(jobs, interpreters))
     return seen
-
-
-def _family(found: Dict[int, Process]) -> Set[int]:
-    pids = set(found)
-    for p in found.values():
-        pids.update((p["ppid"], p["pgrp"], p["session"]))
-    return pids
 
 
 def bare(pid: int, now: procs.Stat, table: Dict[int, procs.Stat], sockets: Dict[str, int]) -> Process:
@@ -98,8 +91,10 @@ def judge(found: Dict[int, Process], table: Dict[int, procs.Stat], world: World)
     for p in found.values():
         _evidence(p, table, world)
     for p in found.values():
-        below = _below(p["pid"], children)
-        p["live_children"] = any(found[pid]["answers"] for pid in below if pid in found)
+        # Knocking at a server's door is left to where the answer counts.
+        asked = p["job"] is None and p["interpreter"] is not None
+        p["answers"] = _answers(p["pid"], p["ports"], world) if asked else []
+        p["live_children"] = asked and any(_serves(pid, world) for pid in _below(p["pid"], children))
     while True:
         for p in found.values():
             p["class"], p["why"] = classes.classify(p)
@@ -145,7 +140,6 @@ def _evidence(p: Process, table: Dict[int, procs.Stat], world: World) -> None:
     if p["session"] == 0 or p["pgrp"] == 0:
         p["session_alive"] = True  # led by somebody outside of our pid namespace, whom we cannot see
     p["interpreter"] = next((path for path in world.interpreters if runs(p, path)), None)
-    p["answers"] = _answers(p, world)
 
 
 def runs(p: Process, python: str) -> bool:
@@ -162,23 +156,20 @@ def runs(p: Process, python: str) -> bool:
     return same and (real is None or holders.maps_under(p["pid"], prefix))
 
 
-def _answers(p: Process, world: World) -> List[int]:
-    """Its ports on which somebody answers. What listens in another network than ours counts: we cannot ask there."""
-    if holders._link("/proc/%d/ns/net" % p["pid"]) != world.net:
-        return holders.foreign_ports(p["pid"])
-    found = []
-    for port in p["ports"]:
-        key = ("", port)
-        if key not in world.answers:
-            world.answers[key] = any(_connects(address, port) for address in _addresses(port))
-        if world.answers[key]:
-            found.append(port)
-    return found
+def _answers(pid: int, ports: Iterable[int], world: World) -> List[int]:
+    """Those ports on which somebody answers. What listens in another network than ours counts: we cannot ask there."""
+    if holders._link("/proc/%d/ns/net" % pid) != world.net:
+        return holders.foreign_ports(pid)
+    for port in ports:
+        if port not in world.answers:
+            addresses = {entry["address"] for entry in world.listening.values() if entry["port"] == port}
+            here = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+            world.answers[port] = any(_connects(here.get(address, address), port) for address in sorted(addresses))
+    return [port for port in ports if world.answers[port]]
 
 
-def _addresses(port: int) -> List[str]:
-    found = {entry["address"] for entry in procs.listening().values() if entry["port"] == port}
-    return [{"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address) for address in sorted(found)]
+def _serves(pid: int, world: World) -> bool:
+    return bool(_answers(pid, procs.ports_of(procs.descriptors(pid) or [], world.listening), world))
 
 
 def _connects(address: str, port: int) -> bool:
@@ -236,7 +227,7 @@ def judged(pid: int, now: procs.Stat, world: World) -> Process:
     """One process with its class; a child's rests on its parent's, so the ancestors are judged with it."""
     table = {other: stat for other in procs.pids() for stat in [procs.stat(other)] if stat is not None}
     table[pid] = now
-    sockets = {"socket:[%s]" % inode: entry["port"] for inode, entry in procs.listening().items()}
+    sockets = {"socket:[%s]" % inode: entry["port"] for inode, entry in world.listening.items()}
     wanted, at = {pid}, now.ppid
     while at > 1 and at in table and at not in wanted:
         wanted.add(at)

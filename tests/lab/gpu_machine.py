@@ -40,6 +40,11 @@ INIT = r"""
 set -e
 dir=$1; libs=$2; shift 2
 mount -t proc proc /proc
+mkdir -p $dir/cg
+mount -t cgroup2 none $dir/cg
+mkdir $dir/cg/$(basename $dir)
+echo $$ >$dir/cg/$(basename $dir)/cgroup.procs
+umount $dir/cg
 mount -t tmpfs -o size=64m tmpfs $dir/box
 mkdir -p $dir/box/up $dir/box/work $dir/box/dev/pts $dir/box/dev/shm
 cp $dir/libnvidia-ml.so.1 $dir/box/up/
@@ -50,9 +55,13 @@ done
 mount --bind /dev/pts $dir/box/dev/pts
 ln -s /proc/self/fd $dir/box/dev/fd
 for name in "$@"; do mknod -m 666 $dir/box/dev/$name c 1 3; done
+mkdir -p $dir/box/dev/vfio $dir/box/opt $dir/box/optwork
+mknod -m 666 $dir/box/dev/vfio/12 c 1 3
 mount --rbind $dir/box/dev /dev
-exec "$PYTHON" -S -c '
-import os, signal, sys
+mount -t overlay -o lowerdir=/opt,upperdir=$dir/box/opt,workdir=$dir/box/optwork overlay /opt
+exec unshare -C "$PYTHON" -S -c '
+import os, signal, subprocess, sys
+subprocess.run(["mount", "-t", "cgroup2", "none", sys.argv[1]], check=True)
 print("up", flush=True)
 def reap(*_):
     try:
@@ -60,7 +69,7 @@ def reap(*_):
     except ChildProcessError: pass
 signal.signal(signal.SIGCHLD, reap)
 while sys.stdin.buffer.read(1): pass
-'
+' $dir/cg
 """
 
 
@@ -155,7 +164,7 @@ class Machine:
         temporary.replace(target)
 
     def inside(self, argv: Sequence[str]) -> list[str]:
-        return ["nsenter", "-t", str(self.pid), "-m", "-p", "--", *argv]
+        return ["nsenter", "-t", str(self.pid), "-m", "-p", "-C", "--", *argv]
 
     def popen(self, argv: Sequence[str], env: Mapping[str, str] | None = None, **more: Any) -> subprocess.Popen[bytes]:
         """Run a program in there; nsenter forks, so the program's own pid is another one."""
@@ -233,6 +242,11 @@ class MachineLink(LocalLink):
             yield channel
 
 
+def _drop_cgroup(name: str) -> None:
+    script = f"mount -t cgroup2 none /mnt && find /mnt/{name} -depth -type d -exec rmdir {{}} +"
+    subprocess.run(["unshare", "-m", "sh", "-c", script], capture_output=True)
+
+
 @contextmanager
 def gpu_machine(gpus: Sequence[FakeGpu] = (), nodes: Sequence[str] | None = None) -> Iterator[Machine]:
     """A machine with these GPUs. Needs root: skips where it cannot be made."""
@@ -268,4 +282,5 @@ def gpu_machine(gpus: Sequence[FakeGpu] = (), nodes: Sequence[str] | None = None
         for pipe in (process.stdin, process.stdout, process.stderr):
             if pipe:
                 pipe.close()
+        _drop_cgroup(folder.name)
         shutil.rmtree(folder, ignore_errors=True)

@@ -13,7 +13,7 @@
  *   slice UUID GI BYTES (a MIG instance)
  *
  * Who holds memory is read from the world: a process with FAKE_VRAM=INDEX:BYTES,… in its environment holds that much
- * until it is gone (a zombie holds nothing), FAKE_VRAM_SILENT: without being listed. As with the real driver, only
+ * while it has /dev/nvidiaMINOR open (a zombie has nothing open), FAKE_VRAM_SILENT: without being listed. As with the real driver, only
  * processes of the caller's pid namespace are seen, with that namespace's numbers. `lag`: memory comes back late.
  */
 #define _GNU_SOURCE
@@ -72,6 +72,22 @@ static void add(int gpu, int pid, u64 bytes, int listed) {
     p->pid = pid, p->bytes = bytes, p->listed = listed;
 }
 
+static int opened(int pid, unsigned minor) {
+    char path[300], link[64], want[32];
+    snprintf(want, sizeof want, "/dev/nvidia%u", minor);
+    snprintf(path, sizeof path, "/proc/%d/fd", pid);
+    DIR *files = opendir(path);
+    struct dirent *entry;
+    int found = 0;
+    while (files && !found && (entry = readdir(files))) {
+        snprintf(path, sizeof path, "/proc/%d/fd/%s", pid, entry->d_name);
+        ssize_t n = readlink(path, link, sizeof link - 1);
+        if (n > 0) link[n] = 0, found = !strcmp(link, want);
+    }
+    if (files) closedir(files);
+    return found;
+}
+
 static void scan_world(void) {
     static char text[1 << 17];
     DIR *proc = opendir("/proc");
@@ -98,7 +114,8 @@ static void scan_world(void) {
             char *rest;
             int gpu = (int)strtol(what, &rest, 10);
             if (*rest != ':') break;
-            add(gpu, pid, strtoull(rest + 1, &rest, 10), listed);
+            u64 bytes = strtoull(rest + 1, &rest, 10);
+            if (gpu >= 0 && gpu < count && opened(pid, gpus[gpu].minor)) add(gpu, pid, bytes, listed);
             if (*rest != ',') break;
             what = rest + 1;
         }
