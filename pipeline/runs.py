@@ -238,7 +238,7 @@ def _last_words(log: Path, status: JobStatus) -> str | None:
     if log.exists():
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - 65536))
-            lines = file.read().decode(errors="replace").strip().splitlines()
+            lines = jobs.shown(file.read().rstrip())
     how = status.describe()
     return f"{how}; last line: {lines[-1][:300]}" if lines else how
 

@@ -40,6 +40,13 @@ class Piece(NamedTuple):
     reset: str = ""
 
 
+def shown(data: bytes) -> list[str]:
+    """The lines of a log as a terminal would leave them: of a progress bar, which draws over itself with carriage
+    returns, the last state. For looking at only: files and offsets keep every byte."""
+    lines = data.replace(b"\r\n", b"\n").removesuffix(b"\n").split(b"\n") if data else []
+    return [line.rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", "replace") for line in lines]
+
+
 def _digest(tail: bytes, offset: int) -> list[Any]:
     return [offset - len(tail), hashlib.sha256(tail).hexdigest()]
 

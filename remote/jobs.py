@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from remote import files, pythons, shell
 from remote.connect import Link, backoff
-from remote.follow import Piece, follow, mirror, pieces
+from remote.follow import Piece, follow, mirror, pieces, shown
 from remote.probe import ship
 from state.errors import REFUSED, UNREACHABLE, USAGE, RigbookError
 
@@ -32,6 +32,7 @@ __all__ = [
     "list_jobs",
     "mirror",
     "pieces",
+    "shown",
     "status",
     "stop",
     "submit",
@@ -110,6 +111,7 @@ class JobStatus:
     def describe(self) -> str:
         if self.state == "finished":
             how = f"killed by SIG{self.signal}" if self.signal else f"exit code {self.exit}"
+            how += " for want of memory" if self.oom and not self.reason else ""
             return f"{'stopped' if self.stopped else 'finished'}: {how}" + (f" ({self.reason})" if self.reason else "")
         return f"{self.state.replace('_', ' ')}" + (f": {self.reason}" if self.reason else "")
 

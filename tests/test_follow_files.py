@@ -141,6 +141,12 @@ async def test_past_its_quota_a_log_loses_its_middle_and_says_so(link: Link, tmp
     assert not (tmp_path / "early" / "mirror.jsonl").exists()
 
 
+def test_a_progress_bar_is_shown_as_it_ended() -> None:
+    log = b"start\r\n 10%\r 50%\r100%\nnext\xff\n\n 1%\r 2%\r"
+    assert jobs.shown(log) == ["start", "100%", "next\ufffd", "", " 2%"]
+    assert jobs.shown(b"") == [] and jobs.shown(b"\n") == [""]
+
+
 @pytest.mark.report(4)
 async def test_the_last_line_is_never_lost(link: Link) -> None:
     """A job that writes and ends at once, while somebody reads: thirty times."""

@@ -169,7 +169,7 @@ def stop(directory: str, grace: float) -> None:
         deadline = time.monotonic() + grace + SWEEP_LIMIT + 5
         while jobdir.state(directory)["state"] == "running" and time.monotonic() < deadline:
             # A supervisor that was stopped (SIGSTOP, a debugger) passes nothing on.
-            if time.monotonic() > deadline - SWEEP_LIMIT and _frozen(supervisor["pid"]):
+            if time.monotonic() > deadline - SWEEP_LIMIT - 4 and _frozen(supervisor["pid"]):
                 break
             time.sleep(0.02)
         if jobdir.state(directory)["state"] != "running":

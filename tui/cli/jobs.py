@@ -65,9 +65,10 @@ async def _list(loaded: Project, names: list[str]) -> tuple[list[tuple[str, JobS
 
 
 def _age(job: JobStatus) -> str:
-    if job.started is None:
+    if job.seconds is None and job.started is None:
         return ""
-    seconds = max(0.0, (job.ended or time.time()) - job.started)
+    # The host's own count where it has one: its clock and ours may be apart.
+    seconds = job.seconds if job.seconds is not None else max(0.0, (job.ended or time.time()) - (job.started or 0))
     return (
         f"{seconds:.1f} s"
         if seconds < 120
@@ -84,10 +85,13 @@ def start(
     name: str = typer.Option("", "--name", help="What to call it; default: the program."),
     id: str = typer.Option("", "--id", help="Its id: starting the same id twice gives the same job."),
     cwd: str = typer.Option("", "--cwd", help="Working directory there; default: the job's own."),
+    memory: float = typer.Option(0.0, "--memory", metavar="GIB", help="End it when it uses more memory."),
+    tasks: int = typer.Option(0, "--tasks", metavar="N", help="End it when it has more threads."),
+    log: float = typer.Option(0.0, "--log", metavar="GIB", help="Keep so much of its log, head and tail; default: 8."),
 ) -> None:
     """Start a detached job: it outlives the connection and us.
 
-    Example:  rigbook jobs start llm -- python3 train.py --steps 1000
+    Example:  rigbook jobs start llm --memory 64 -- python3 train.py --steps 1000
     """
     import secrets
 
@@ -95,7 +99,15 @@ def start(
 
     name = name or command[0].rpartition("/")[2]
     safe = "".join(c if c.isalnum() or c in "._-" else "-" for c in name).strip("-.") or "job"
-    spec = JobSpec(id=id or f"{safe}-{secrets.token_hex(4)}", name=name, argv=command, cwd=cwd or None)
+    spec = JobSpec(
+        id=id or f"{safe}-{secrets.token_hex(4)}",
+        name=name,
+        argv=command,
+        cwd=cwd or None,
+        memory_max=int(memory * (1 << 30)) or None,
+        tasks_max=tasks or None,
+        log_quota=int(log * (1 << 30)) or None,
+    )
     loaded = project()
     (where,) = chosen(loaded, [host])
 
@@ -160,9 +172,12 @@ def show(id: str = typer.Argument(..., help="The job."), host: str = HOST) -> No
         return link.name, job, bytes(log)
 
     where, job, log = _on(id, host, work)
-    lines = log.decode("utf-8", "replace").splitlines()[-15:]
+    from remote.jobs import shown
+
+    lines = shown(log)[-15:]
     text = [f"{job.id} ({job.name}) on {where}: {job.describe()}", f"directory  {job.dir}", f"time       {_age(job)}"]
-    text += [f"pid        {job.pid}, watched by {job.supervisor}"] if job.pid else []
+    watched = f"systemd ({job.unit})" if job.unit else f"its supervisor, {job.supervisor}"
+    text += [f"pid        {job.pid}, watched by {watched}"] if job.pid else []
     text += [f"ended with it: {command}" for command in job.swept] + [
         f"would not end: {command}" for command in job.left
     ]
@@ -182,7 +197,7 @@ def logs(
     """
 
     async def work(link: Link, job: JobStatus) -> None:
-        from remote.jobs import pieces
+        from remote.jobs import pieces, shown
 
         rest = b""
         async for piece in pieces(link, id, file, until_end=follow_, lost=lambda error: say(f"waiting: {error}")):
@@ -194,12 +209,12 @@ def logs(
             elif ctx.json:
                 *whole, rest = (rest + piece.data).split(b"\n")
                 for each in whole:
-                    emit({"line": each.decode("utf-8", "replace")})
+                    emit({"line": "".join(shown(each))})
             else:
                 sys.stdout.buffer.write(piece.data)
                 sys.stdout.buffer.flush()
         if rest:
-            emit({"line": rest.decode("utf-8", "replace")})
+            emit({"line": "".join(shown(rest))})
 
     _on(id, host, work)
 
