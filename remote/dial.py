@@ -11,9 +11,10 @@ import asyncio
 import contextlib
 import os
 import shlex
+import signal
 import socket
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from state.errors import UNREACHABLE, USAGE, RigbookError
 
 AT_ONCE = 6  # logins in progress on one sshd
 TRIES = 5  # for what a busy sshd does to a connection before login; nothing has run then, so it is safe to knock again
-DEPTH = 8  # jump hosts behind jump hosts
+BUSY_TRIES = 15  # when it is known to let people in
 CONNECT_S, LOGIN_S = 10.0, 20.0
 # To a host that answered before. Short, since the next knock may be the one that finds the link back: a TCP connection
 # whose first packets were lost waits 1, 3, 7 s between its own attempts.
@@ -56,6 +57,7 @@ class Gate:
 
     def __init__(self) -> None:
         self.room = AT_ONCE
+        self.tries = TRIES
         self._inside = 0
         self._changed = asyncio.Condition()
 
@@ -104,19 +106,26 @@ class Dialer:
             error.host = error.host or name
             raise
 
-    async def _line(self, name: str, resolved: Resolved, *, again: bool, depth: int = 0) -> Line:
+    async def _line(self, name: str, resolved: Resolved, *, again: bool, trail: tuple[Target, ...] = ()) -> Line:
         """`name` is the host's in the project, under which its key may be pinned; "" for a jump host."""
         hops, tunnel = resolved.jumps, None
         for position, hop in enumerate(hops):
-            tunnel = await self._hop(name, hop, resolved.config, tunnel, position == 0, again, depth)
+            tunnel = await self._hop(name, hop, resolved.config, tunnel, position == 0, again, trail)
         via = " → ".join(hop.words()[-1] for hop in hops)
         return await self._login(name, resolved, tunnel.connection if tunnel else None, via, again)
 
     async def _hop(
-        self, name: str, hop: Target, config: Path | None, through: Line | None, first: bool, again: bool, depth: int
+        self,
+        name: str,
+        hop: Target,
+        config: Path | None,
+        through: Line | None,
+        first: bool,
+        again: bool,
+        trail: tuple[Target, ...],
     ) -> Line:
         """The shared connection to a jump host."""
-        if depth >= DEPTH:
+        if hop in trail:  # to wait for its connection would be to wait for ourselves
             raise RigbookError(
                 "host.ssh-config", f"ProxyJump leads in a circle at {hop.host}", host=name, exit_code=USAGE
             )
@@ -130,7 +139,7 @@ class Dialer:
                     resolved = replace(resolved, jumps=(), proxy_command=None)
                     assert through is not None
                     return await self._login("", resolved, through.connection, "", again)
-                return await self._line("", resolved, again=again, depth=depth + 1)
+                return await self._line("", resolved, again=again, trail=(*trail, hop))
 
             task = self._hops[key] = asyncio.ensure_future(make())
         try:
@@ -147,9 +156,10 @@ class Dialer:
             ) from error
 
     async def _login(self, name: str, resolved: Resolved, tunnel: Any, via: str, again: bool) -> Line:
-        for attempt in range(1, TRIES + 1):
+        gate, attempt = self._gates[(resolved.host, resolved.port)], 0
+        while True:
+            attempt += 1
             watcher = hostkeys.Watcher(await self._judge(name, resolved))
-            gate = self._gates[(resolved.host, resolved.port)]
             try:
                 async with gate:
                     connection = await self._connect(resolved, tunnel, watcher, again)
@@ -159,19 +169,19 @@ class Dialer:
                 raise hostkeys.refusal(name, resolved.where(), watcher.refused, self._pins) from error
             except (asyncssh.ConnectionLost, ConnectionResetError, BrokenPipeError) as error:
                 # A server that takes connections and then says nothing is not a busy one.
-                if attempt == TRIES or "timeout" in str(error):
+                if attempt >= gate.tries or "timeout" in str(error):
                     raise _unreachable(name, resolved, error, via) from error
                 gate.room = max(1, gate.room // 2)
                 await asyncio.sleep(backoff(attempt))
             except (TimeoutError, OSError, asyncssh.Error, ValueError) as error:
                 raise _unreachable(name, resolved, error, via) from error
             else:
+                gate.tries = BUSY_TRIES
                 judge = watcher.judge
                 if judge.accepted and judge.shown is not None:
                     where = (name, 22) if name else resolved.where()
                     hostkeys.pin(self._pins, *where, judge.shown.export_public_key().decode())
                 return Line(connection, resolved, judge.told(), via or resolved.proxy_command or "")
-        raise AssertionError("the loop above ends by return or raise")
 
     async def _judge(self, name: str, resolved: Resolved) -> hostkeys.Judge:
         lines = ""
@@ -197,11 +207,12 @@ class Dialer:
                 exit_code=USAGE,
             )
         try:
-            async with contextlib.AsyncExitStack() as stack:
+            with contextlib.ExitStack() as stack:
                 where: dict[str, Any] = {"tunnel": tunnel}
                 proxy: _Proxy | None = None
                 if tunnel is None and resolved.proxy_command:
-                    proxy = await stack.enter_async_context(_proxied(resolved.proxy_command))
+                    proxy = await _proxied(resolved.proxy_command)
+                    stack.callback(proxy.end)
                     where = {"sock": proxy.socket}
                 elif tunnel is None:
                     where = {"sock": await _tcp(resolved, connect_s)}
@@ -238,9 +249,12 @@ class Dialer:
                         raise ConnectionAbortedError(await proxy.said(str(error))) from error
                     raise
                 _without_ignored(connection)
-                stack.pop_all()  # the proxy lives as long as the connection: it ends when its socket closes
+                watcher.at_end = stack.pop_all().close  # the proxy lives as long as the connection
                 return connection
-        except asyncssh.PermissionDenied as error:
+        except asyncssh.DisconnectError as error:
+            # "Too many authentication failures" comes as a protocol error.
+            if not isinstance(error, asyncssh.PermissionDenied) and "authentication failures" not in str(error):
+                raise
             raise _refused(resolved, error, offer) from error
         finally:
             offer.close()
@@ -324,25 +338,37 @@ async def _tcp(resolved: Resolved, seconds: float) -> socket.socket:
 
 
 class _Proxy:
+    """A running ProxyCommand, on a socket of its own, so that its bytes do not pass through Python twice."""
+
     def __init__(self, process: asyncio.subprocess.Process, wire: socket.socket) -> None:
-        self.process, self.socket = process, wire
+        self.socket = wire
+        self._process = process
+        self._said = b""
+        self._listening = asyncio.ensure_future(self._listen())
+
+    async def _listen(self) -> None:
+        """Read what it complains about, or it would block at some point; the end is kept."""
+        assert self._process.stderr
+        while data := await self._process.stderr.read(4096):
+            self._said = (self._said + data)[-4096:]
 
     async def said(self, otherwise: str) -> str:
-        """What it complained about; that is the reason, and the closed connection only the result."""
-        assert self.process.stderr
-        try:
-            text = await asyncio.wait_for(self.process.stderr.read(4096), 1.0)
-        except TimeoutError:
-            text = b""
-        return f"ProxyCommand: {text.decode('utf-8', 'replace').strip()[-300:] or otherwise}"
+        """Its complaint, which is the reason; that the connection closed is only the result."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._listening), 1.0)
+        return f"ProxyCommand: {self._said.decode('utf-8', 'replace').strip()[-300:] or otherwise}"
+
+    def end(self) -> None:
+        self.socket.close()
+        self._listening.cancel()
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGTERM)
 
 
-@contextlib.asynccontextmanager
-async def _proxied(command: str) -> AsyncIterator[_Proxy]:
-    """A ProxyCommand as OpenSSH runs it, on a socket of its own, so that its bytes do not pass through Python twice."""
+async def _proxied(command: str) -> _Proxy:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
-    process = None
     try:
         with theirs:
             process = await asyncio.create_subprocess_exec(
@@ -354,12 +380,10 @@ async def _proxied(command: str) -> AsyncIterator[_Proxy]:
                 stderr=asyncio.subprocess.PIPE,
                 start_new_session=True,
             )
-        yield _Proxy(process, ours)
-    finally:
+    except BaseException:
         ours.close()
-        if process is not None and process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
+        raise
+    return _Proxy(process, ours)
 
 
 def _algorithms(resolved: Resolved) -> dict[str, Any]:

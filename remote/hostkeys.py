@@ -16,7 +16,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -242,6 +242,7 @@ class Watcher(asyncssh.SSHClient):
     def __init__(self, judge: Judge) -> None:
         self.judge = judge
         self.refused: Refused | None = None
+        self.at_end: Callable[[], object] | None = None
 
     def connection_made(self, conn: asyncssh.SSHClientConnection) -> None:
         def decide(key_data: bytes) -> asyncssh.SSHKey:
@@ -255,6 +256,10 @@ class Watcher(asyncssh.SSHClient):
             return key
 
         conn.validate_server_host_key = decide  # type: ignore[method-assign]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.at_end is not None:
+            self.at_end()
 
 
 def refusal(name: str, where: tuple[str, int], refused: Refused, pins: Path) -> RigbookError:
