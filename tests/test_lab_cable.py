@@ -40,7 +40,7 @@ async def test_every_user_of_it_can_work(user: str) -> None:
 
 
 def test_a_killed_run_leaves_nothing_that_stays() -> None:
-    netns.require("ip", "unshare", "nsenter", "setpriv")
+    netns.require()
     script = (
         "import os, sys\nfrom tests.lab.netns import far_host\n"
         "with far_host() as far:\n print(far.space.near, far.sshd.root, flush=True)\n sys.stdin.read()"

@@ -17,7 +17,10 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+
+import pytest
 
 from tests.lab import netns, rigs
 from tests.lab.netns import Namespace
@@ -86,12 +89,41 @@ class Container:
 
 
 def require() -> None:
-    netns.require("lxc-start", "lxc-attach", "lxc-info", "lxc-stop", "ip", "unshare", "nsenter", "setpriv")
+    netns.require("lxc-start", "lxc-attach", "lxc-info", "lxc-stop")
+    if refused := _refused():
+        pytest.skip(f"this machine runs no container: {refused}")
+
+
+@cache
+def _refused() -> str:
+    """Why a container does not start here; "" where one does."""
+    host, folder = netns.namespace(), new_folder()
+    made = None
+    try:
+        host.start(["sleep", "1000"])
+        made = make(host, "ctprobe", folder, "")
+        made.lxc("start", "-d", "-o", str(made.root / "lxc.log"), "-l", "ERROR")
+        return "" if made.run("echo", "up") == "up\n" else "a command in it says nothing"
+    except (AssertionError, OSError) as error:
+        log = made.root / "lxc.log" if made else None
+        lines = log.read_text().splitlines() if log and log.exists() else str(error).splitlines()
+        return lines[0] if lines else "lxc-start failed"
+    finally:
+        if made:
+            made.stop()
+        host.end()
+        remove(folder)
+
+
+def new_folder() -> Path:
+    """For the layers on top of this machine's files: not on an overlay itself, which the kernel does not take."""
+    base = Path(tempfile.gettempdir())
+    kind = netns.run("stat", "-f", "-c", "%T", base).strip()
+    return Path(tempfile.mkdtemp(prefix="rb-lxc-", dir="/dev/shm" if kind.startswith("overlay") else base))
 
 
 def make(host: Namespace, hostname: str, folder: Path, public_key: str, index: int = 0) -> Container:
     """A stopped container on `host`. `folder` holds all containers of that host."""
-    require()
     sweep()
     name = f"{hostname}-rb{next(rigs._COUNT)}-{os.getpid()}"
     gateway, address = host.guest_pair(index)
@@ -128,8 +160,7 @@ def make(host: Namespace, hostname: str, folder: Path, public_key: str, index: i
 def container(hostname: str = "ct101") -> Iterator[Container]:
     """One running container on a host that does nothing else."""
     require()
-    host = netns.namespace()
-    folder = Path(tempfile.mkdtemp(prefix="rb-lxc-"))
+    host, folder = netns.namespace(), new_folder()
     try:
         host.start(["/bin/sh", "-c", "while :; do sleep 1000000 & wait $!; done"])
         host.forward()

@@ -22,6 +22,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 
@@ -44,9 +45,20 @@ def require(*programs: str) -> None:
     """Skip, with the reason, where this machine cannot give namespaces."""
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
-    for name in programs:
+    for name in ("ip", "unshare", "nsenter", "setpriv", *programs):
         if shutil.which(name) is None:
             pytest.skip(f"there is no {name}: .ci/run installs it")
+    if refused := _refused():
+        pytest.skip(f"this machine gives us no namespaces: {refused}")
+
+
+@cache
+def _refused() -> str:
+    """Why not; "" where there are namespaces and cables."""
+    script = "ip link add rb0 type veth peer name rb1 && mount -t tmpfs tmpfs /tmp"
+    flags = ["--net", "--mount", "--pid", "--ipc", "--uts", "--fork", "--mount-proc"]
+    done = subprocess.run(["unshare", *flags, "sh", "-c", script], capture_output=True, text=True)
+    return "" if done.returncode == 0 else done.stderr.strip() or f"exit code {done.returncode}"
 
 
 @dataclass
@@ -115,7 +127,7 @@ def namespace(cgroup: Path | None = None) -> Namespace:
 
     `cgroup` is an empty control group (version 2) to put them in, and all that they see of control groups.
     """
-    require("ip", "unshare", "nsenter", "setpriv")
+    require()
     command = ["setpriv", "--pdeathsig", "KILL"]
     if cgroup:
         command += ["/bin/sh", "-c", 'echo $$ >"$0/cgroup.procs" && exec "$@"', str(cgroup)]

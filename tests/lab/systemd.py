@@ -152,7 +152,7 @@ def sweep() -> None:
 @contextmanager
 def systemd_host(settings: str = "") -> Iterator[SystemdHost]:
     """`settings` are lines of its sshd_config."""
-    netns.require("ip", "unshare", "nsenter", "setpriv", "loginctl", "dbus-daemon", "sshd")
+    netns.require("loginctl", "dbus-daemon", "sshd")
     if not os.path.exists(SYSTEMD):
         pytest.skip("there is no systemd: .ci/run installs it")
     if not list(Path("/lib").glob("*/security/pam_systemd.so")):
@@ -170,7 +170,10 @@ def systemd_host(settings: str = "") -> Iterator[SystemdHost]:
         (folder / "known_hosts").write_text(f"{space.far} {(folder / 'host_key.pub').read_text()}")
         mount = folder / "mount"
         mount.mkdir()
-        space.enter("sh", "-c", _MOUNTS, "sh", mount, str(uuid.uuid4()), MASKED)
+        try:
+            space.enter("sh", "-c", _MOUNTS, "sh", mount, str(uuid.uuid4()), MASKED)
+        except AssertionError as error:
+            pytest.skip(f"this machine lets us mount no root for systemd: {error}")
         _furnish(space, folder, mount / "root", settings)
         environment = ["env", "-i", "container=lxc", "PATH=/usr/sbin:/usr/bin:/sbin:/bin"]
         start = [SYSTEMD, "--system", "--unit=multi-user.target", "--log-target=null", "--show-status=0"]

@@ -17,7 +17,6 @@ import json
 import os
 import shlex
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -94,7 +93,7 @@ def guest(kind: str, made: lxc.Container, name: str, config: dict[str, Any]) -> 
 @contextmanager
 def proxmox_rig(settings: str = "") -> Iterator[ProxmoxRig]:
     lxc.require()
-    folder = Path(tempfile.mkdtemp(prefix="rb-pve-"))
+    folder = lxc.new_folder()
     path = f"{folder}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     try:
         # The guests' cables hang on the host, so that they can be cut off with it.
