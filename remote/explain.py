@@ -36,6 +36,8 @@ EXPLAIN: dict[str, str] = {
     "file.read-only": "The file system is mounted read-only; after an I/O error kernels do that by themselves.",
     "file.short": "The copy ended early. Nothing was put in place; try again.",
     "file.bad-name": "A name in an archive would lead out of the directory it is for. Nothing was sent.",
+    "gpu.bad-time": "--since takes 90s, 15m, 2h or 1d.",
+    "gpu.which": "A GPU is named by its UUID, its PCI address, or its index where only one host is looked at.",
     "host.bad-address": "`ssh` of a host is an alias from the ssh config, user@host, or user@host:port.",
     "guest.absent": "The Proxmox host has no guest of that number. After a migration it is on another node.",
     "guest.input-too-large": "`qm guest exec` takes 1 MiB of input. Larger files need ssh into the VM.",

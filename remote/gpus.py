@@ -175,6 +175,8 @@ async def look(link: Link, project: Project, *, max_age: float = 0.0, deep: bool
 
 def read(host: str, seen: Mapping[str, Any]) -> Look:
     """What the probe saw, as the map. Pure."""
+    from remote import gpu_map
+
     nvml = seen["nvml"]
     listed = [entry for gpu in nvml["gpus"] for entry in _listed(gpu)]
     holders = seen["holders"]
@@ -189,6 +191,7 @@ def read(host: str, seen: Mapping[str, Any]) -> Look:
         device = by_pci.pop(known(gpu.get("pci")), None)
         gpus.append(_gpu(host, gpu, device, people, minors, _inside(holders)))
     gpus += [_without_nvml(host, device) for device in by_pci.values()]
+    gpus = gpu_map.machines(seen, gpus)
     return Look(
         host=host,
         state=nvml["state"],
@@ -197,6 +200,7 @@ def read(host: str, seen: Mapping[str, Any]) -> Look:
         driver=known(nvml.get("driver")) or nvml.get("kernel_module"),
         cuda=known(nvml.get("cuda")),
         gpus=tuple(gpus),
+        warnings=tuple(gpu_map.warnings(seen, gpus)),
         xid=None if seen.get("xid") is None else tuple(seen["xid"]),
         cost={"seconds": seen["seconds"], "cpu_seconds": seen["cpu_seconds"], "nvml": nvml.get("seconds", 0.0)},
     )

@@ -102,3 +102,35 @@ def test_an_orphaned_pool_is_given_back_and_proved(machine: Machine) -> None:
     assert outcome["verified"] and not any(machine.alive(pid) for pid in pool.workers)
     assert outcome["gpus"][0]["used_after"] == 7 * MIB and machine.alive(stranger)
     assert machine.rigbook("clean").returncode == 0
+
+
+def test_what_is_wrong_is_told_once_and_what_was_is_kept(machine: Machine) -> None:
+    machine.project()
+    machine.gpus[6].values.update(temp=89, throttle=0x40 | 0x04)
+    machine.write()
+    for _ in range(2):
+        assert machine.rigbook("gpus").returncode == 0
+    machine.gpus[6].values.update(temp=34, throttle=0)
+    machine.write()
+    machine.rigbook("gpus")
+    events = machine.rigbook("book", "log", "--json").stdout.decode()
+    assert events.count('"check": "gpu.hot"') == 1 and events.count('"check": "gpu.throttled"') == 1
+    told = machine.rigbook("gpus", "--since", "5m", "--json")
+    rows = json.loads(told.stdout)["hosts"]["here"]
+    uuid = f"GPU-{6:08x}-2222-3333-4444-555555555555"
+    assert [row["gpus"][uuid]["temperature"] for row in rows][-3:] == [89, 89, 34]
+    assert rows[-2]["gpus"][uuid]["throttle"] == ["power cap", "hw thermal"]
+    text = machine.rigbook("gpus", "--since", "5m").stdout.decode()
+    assert max(map(len, text.splitlines())) <= 80 and "34" in text
+    assert machine.rigbook("gpus", "--since", "soon").returncode == 2
+
+
+def test_a_reset_is_planned_and_never_done(machine: Machine) -> None:
+    machine.project()
+    pid = machine.hold("/dev/nvidia7")
+    done = machine.rigbook("gpus", "--reset-plan", "7", "--json")
+    plan = json.loads(done.stdout)
+    assert done.returncode == 3 and f"pid {pid} has it open" in plan["against"][0]
+    machine.kill(pid)
+    done = machine.rigbook("gpus", "--reset-plan", "7", "--json")
+    assert (done.returncode, json.loads(done.stdout)["against"]) == (0, [])

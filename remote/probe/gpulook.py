@@ -5,7 +5,7 @@ import re
 import time
 from typing import Any, Dict, List, Optional
 
-from remote.probe import holders, nvml, whose
+from remote.probe import holders, nvml, pve, whose
 
 SCANNER = holders.Scanner()
 XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): (\d+),?(.*)")
@@ -29,7 +29,7 @@ def look(
     gpus = nvml.read()
     named = {entry["pid"] for gpu in gpus["gpus"] for entry in nvml.listed(gpu)}
     known = _last.get("holders")
-    fresh = known is not None and began - _last["at"] < max_age and not deep and named <= _last["named"]
+    fresh = known is not None and began - float(_last["at"]) < max_age and not deep and named <= _last["named"]
     if not fresh or known is None:
         known = whose.gpu_processes(SCANNER, jobs, interpreters or [], named, deep)
         _last.update(holders=known, at=began, named=named)
@@ -38,10 +38,19 @@ def look(
         "holders": known,
         "pci": pci(),
         "xid": xid() if events else None,
+        "guests": _guests(began),
         "at": time.time(),
         "seconds": round(time.monotonic() - began, 6),
         "cpu_seconds": round(time.process_time() - used, 6),
     }
+
+
+def _guests(now: float) -> Optional[List[Dict[str, Any]]]:
+    """Configurations seldom change: they are read again after half a minute."""
+    if now - _last.get("guests_at", -60.0) >= 30.0:
+        _last.update(guests=pve.guests(), guests_at=now)
+    found: Optional[List[Dict[str, Any]]] = _last["guests"]
+    return found
 
 
 def pci(root: str = "/sys/bus/pci/devices") -> List[Dict[str, Any]]:

@@ -13,7 +13,7 @@ from functools import cache
 from importlib import resources
 
 FIRST = ("procs", "program")
-LATER = ("jobdir", "host", "sampling", "tail", "nvml", "holders", "classes", "whose", "reclaim", "gpulook")
+LATER = ("jobdir", "host", "sampling", "tail", "nvml", "holders", "classes", "whose", "reclaim", "pve", "gpulook")
 SUPERVISOR = ("procs", "jobdir", "cgroup", "unit", "caps", "ending", "supervisor")
 MODULES = tuple(dict.fromkeys((*FIRST, *LATER, *SUPERVISOR)))
 

@@ -101,10 +101,11 @@ def explanations() -> dict[str, str]:
     from pipeline.explain import EXPLAIN as WORK
     from remote.check_list import CHECKS as HOSTS
     from remote.explain import EXPLAIN as RIG
+    from remote.gpu_checks import CHECKS as GPUS
     from state.checks import HERE
     from state.explain import EXPLAIN as BOOK
     from tui.explain import EXPLAIN as DESK
 
-    checks = {id: check.text() for id, check in {**HERE, **HOSTS}.items()}
+    checks = {id: check.text() for id, check in {**HERE, **HOSTS, **GPUS}.items()}
     # Where an error has the name of a check, the check's text says the same and more.
     return {**BOOK, **RIG, **WORK, **DESK, **checks}
