@@ -59,8 +59,8 @@ def test_userland_is_read_where_the_container_has_it(tmp_path: Path) -> None:
 def process(pid: int, **more: Any) -> dict[str, Any]:
     given: dict[str, Any] = {
         "pid": pid, "starttime": 100 + pid, "boot_id": "b", "nspid": [pid], "guest": None, "class": "foreign",
-        "why": "", "run": "", "job_id": "", "command": f"p{pid}", "state": "S", "threads": {"S": 1}, "stuck": [], "started": None,
-        "nodes": {}, "gpus": [],
+        "why": "", "run": "", "job_id": "", "command": f"p{pid}", "state": "S", "threads": {"S": 1}, "stuck": [],
+        "started": None, "nodes": {}, "gpus": [],
     }  # fmt: skip
     return {**given, **more}
 
