@@ -57,3 +57,27 @@ def test_a_killed_run_leaves_nothing_that_stays() -> None:
     with rigs.sshd():  # the next run clears up what only it can: users, files
         assert not os.path.exists(root)
         assert f"-{killed.pid}:" not in netns.run("getent", "passwd")
+
+
+async def test_a_machine_that_loses_its_power(tmp_path: Path) -> None:
+    """It comes back with its disk, its address and its keys, and with another boot id; who was connected hears
+    nothing."""
+    with netns.far_host() as far:
+        user = next(iter(far.users))
+        script = "cat /proc/sys/kernel/random/boot_id; echo kept >>kept; cat kept"
+        async with Rig(far.project(user)) as rig:
+            before = (await (await rig.link("box")).run(script=script)).text().split()
+        with socket.create_connection((far.address, far.sshd.port)) as silent:
+            silent.settimeout(0.5)
+            assert silent.recv(100).startswith(b"SSH-")
+            far.power_off()
+            with pytest.raises(TimeoutError):
+                silent.recv(1)
+        with socket.socket() as refused, pytest.raises(OSError):
+            refused.settimeout(1)
+            refused.connect((far.address, far.sshd.port))
+        far.power_on()
+        async with Rig(far.project(user)) as rig:
+            after = (await (await rig.link("box")).run(script=script)).text().split()
+    assert before[1:] == ["kept"] and after[1:] == ["kept", "kept"] and before[0] != after[0]
+    assert before[0] != Path("/proc/sys/kernel/random/boot_id").read_text().strip()

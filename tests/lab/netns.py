@@ -5,6 +5,9 @@
         far.cut()       # no packet passes, nobody is told: what a closed laptop lid or a dead switch looks like
         far.restore()
         far.freeze()    # the machine answers pings, but sshd does not answer
+        far.thaw()
+        far.power_off() # all its processes are gone at once, and nobody says goodbye
+        far.power_on()  # the same disk and address, another boot id
 
 Its processes are in a pid namespace too. When its first process dies, because the test ended or was killed, the kernel
 ends all of them and takes the cable away: nothing is left behind.
@@ -19,6 +22,8 @@ import shlex
 import shutil
 import signal
 import subprocess
+import tempfile
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -68,6 +73,7 @@ class Namespace:
     process: subprocess.Popen[bytes]
     near: str = ""  # our end's address
     far: str = ""  # its address
+    boot_id: str = ""
 
     @property
     def pid(self) -> int:
@@ -88,7 +94,7 @@ class Namespace:
     def forward(self) -> None:
         """Be a router for guests: each has a pair of addresses, ours and its own, behind this host."""
         run("nsenter", "-t", str(self.process.pid), "-n", "sh", "-c", "echo 1 >/proc/sys/net/ipv4/ip_forward")
-        run("ip", "route", "add", f"{IPv4Address(self.near) - 1}/28", "via", self.far)
+        run("ip", "route", "add", _block(self.near), "via", self.far)
 
     def guest_pair(self, index: int) -> tuple[str, str]:
         """The addresses of guest 0, 1 or 2: the host's end, and the guest's."""
@@ -111,21 +117,25 @@ class Namespace:
                 shape = ("tbf", "rate", f"{rate}bps", "burst", "64kb", "latency", "100ms")  # tc's bps are bytes
                 run(*tc, "qdisc", "add", "dev", device, "root", *shape)
 
-    def end(self) -> None:
+    def end(self, *, give_back: bool = True) -> None:
+        """`give_back` its addresses, too."""
         for pid in rigs.descendants(self.process.pid)[:1]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)  # pid 1 of the namespace: the kernel ends the others
         self.process.kill()
         self.process.wait(10)
         run("ip", "link", "del", f"rb{self.process.pid}", check=False)  # the kernel would, but some time later
+        if give_back and self.near:
+            run("ip", "route", "del", "unreachable", _block(self.near), check=False)
         if self.process.stdin:
             self.process.stdin.close()
 
 
-def namespace(cgroup: Path | None = None) -> Namespace:
-    """New namespaces whose first process waits for `start`. The caller ends them.
+def namespace(cgroup: Path | None = None, addresses: tuple[str, str] | None = None) -> Namespace:
+    """New namespaces whose first process waits for `start`. The caller ends them. They have a boot id of their own.
 
-    `cgroup` is an empty control group (version 2) to put them in, and all that they see of control groups.
+    `cgroup` is an empty control group (version 2) to put them in, and all that they see of control groups. `addresses`
+    are those of an earlier one that has kept them.
     """
     require()
     command = ["setpriv", "--pdeathsig", "KILL"]
@@ -137,7 +147,13 @@ def namespace(cgroup: Path | None = None) -> Namespace:
     made = Namespace(process)
     try:
         rigs.until(lambda: _inside(process))
-        made.near, made.far = _plug(process.pid)
+        made.near, made.far = _plug(process.pid, addresses)
+        made.boot_id = str(uuid.uuid4())
+        with tempfile.NamedTemporaryFile("w") as file:  # the mount keeps what the name loses
+            file.write(made.boot_id + "\n")
+            file.flush()
+            os.chmod(file.name, 0o444)
+            made.enter("mount", "--bind", file.name, "/proc/sys/kernel/random/boot_id")
         return made
     except BaseException:
         made.end()
@@ -152,14 +168,12 @@ def _inside(process: subprocess.Popen[bytes]) -> bool:
     return False
 
 
-def _plug(pid: int) -> tuple[str, str]:
+def _plug(pid: int, addresses: tuple[str, str] | None) -> tuple[str, str]:
     """A cable from here into the network namespace of `pid`: the addresses of our end and of the far one."""
     name = f"rb{pid}"
-    with open("/run/lock/rigbook-lab-net", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        near, far = _free_pair()
-        run("ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
-        run("ip", "addr", "add", f"{near}/30", "dev", name)
+    near, far = addresses or _reserve()
+    run("ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
+    run("ip", "addr", "add", f"{near}/30", "dev", name)
     run("ip", "link", "set", name, "up")
     inside = ("nsenter", "-t", str(pid), "-n", "ip")
     run(*inside, "link", "set", "lo", "up")
@@ -170,12 +184,29 @@ def _plug(pid: int) -> tuple[str, str]:
     return near, far
 
 
-def _free_pair() -> tuple[str, str]:
-    used = {word.partition("/")[0] for word in run("ip", "-4", "-o", "addr").split()}
-    for start in range(int(NETWORK[0]), int(NETWORK[-1]), 16):  # one pair for the cable, three for guests
-        near, far = str(IPv4Address(start + 1)), str(IPv4Address(start + 2))
-        if near not in used:
-            return near, far
+def _block(near: str) -> str:
+    return f"{IPv4Address(near) - 1}/28"
+
+
+def _reserve() -> tuple[str, str]:
+    """One pair for the cable, and room for three of guests. A route of last resort marks the block as taken, so that
+    nothing for it goes anywhere else while there is no cable; its metric is the pid of who took it."""
+    with open("/run/lock/rigbook-lab-net", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        addresses = {word.partition("/")[0] for word in run("ip", "-4", "-o", "addr").split()}
+        taken = set()
+        for line in run("ip", "-4", "route", "show", "type", "unreachable", "root", str(NETWORK)).splitlines():
+            words = line.split()
+            block, owner = words[words.index("unreachable") + 1], words[words.index("metric") + 1]
+            if os.path.exists(f"/proc/{owner}"):
+                taken.add(block)
+            else:
+                run("ip", "route", "del", "unreachable", block, check=False)
+        for start in range(int(NETWORK[0]), int(NETWORK[-1]), 16):
+            near, far = str(IPv4Address(start + 1)), str(IPv4Address(start + 2))
+            if _block(near) not in taken and near not in addresses:
+                run("ip", "route", "add", "unreachable", _block(near), "metric", str(os.getpid()))
+                return near, far
     raise AssertionError("no free address")
 
 
@@ -185,6 +216,7 @@ class Far:
 
     sshd: rigs.Sshd
     space: Namespace
+    prepare: Callable[[Namespace], None]
 
     @property
     def address(self) -> str:
@@ -214,19 +246,46 @@ class Far:
     def thaw(self) -> None:
         self.sshd.thaw()
 
+    @property
+    def home(self) -> Path:
+        """Root's home there, seen from here."""
+        return self.sshd.root / "root"
+
+    def power_off(self) -> None:
+        """Its processes and connections are gone without a word; its disk is not."""
+        self.space.cut()
+        self.space.end(give_back=False)
+
+    def power_on(self) -> None:
+        self.space = namespace(addresses=(self.space.near, self.space.far))
+        self.prepare(self.space)
+        self.sshd.start(self.space.start)
+
 
 @contextmanager
-def far_host(settings: str = "", prepare: Callable[[Namespace], None] | None = None) -> Iterator[Far]:
-    """`prepare` may change mounts and the like in the namespace before sshd starts. Root's home there is empty."""
-    space = namespace()
+def far_host(settings: str = "", prepare: Callable[[Namespace], None] = lambda space: None) -> Iterator[Far]:
+    """`prepare` may change mounts and the like in the namespace before sshd starts. Root's home there is its own."""
+    home: list[Path] = []
+
+    def ready(space: Namespace) -> None:
+        space.enter("mount", "--bind", home[0], "/root")
+        prepare(space)
+
+    first = namespace()
+    far = None
+
+    def launch(argv: Sequence[str]) -> subprocess.Popen[bytes]:
+        home.append(Path(argv[-1]).parent / "root")
+        home[0].mkdir(mode=0o700)
+        ready(first)
+        return first.start(argv)
+
     try:
-        space.enter("mount", "-t", "tmpfs", "-o", "mode=700", "tmpfs", "/root")
-        if prepare:
-            prepare(space)
-        with rigs.sshd(settings, address=space.far, launch=space.start) as server:
+        with rigs.sshd(settings, address=first.far, launch=launch) as server:
+            far = Far(server, first, ready)
             try:
-                yield Far(server, space)
+                yield far
             finally:
-                space.restore()
+                far.space.restore()
     finally:
-        space.end()
+        (far.space if far else first).end()

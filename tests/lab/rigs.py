@@ -80,9 +80,16 @@ class Sshd:
     process: subprocess.Popen[bytes]
     users: dict[str, Path]  # name -> home
     accounts: dict[str, str]  # name -> name in the password file, which no other run of the tests has
+    argv: list[str]
 
     def project(self, user: str, extra: str = "") -> Project:
         return write_project(self.root, self.address, self.port, self.accounts.get(user, user), extra)
+
+    def start(self, launch: Callable[[Sequence[str]], subprocess.Popen[bytes]]) -> None:
+        """Again, after it ended."""
+        self.process = launch(self.argv)
+        until(lambda: self.process.poll() is not None or _listening(self.address, self.port))
+        assert self.process.poll() is None, (self.root / "sshd.log").read_text()
 
     def pids(self) -> list[int]:
         """sshd's processes: the listener first, then those that serve connections; not what they started."""
@@ -156,7 +163,7 @@ def sshd(
     root.chmod(0o755)
     users: dict[str, Path] = {}
     accounts: dict[str, str] = {}
-    process = None
+    server: Sshd | None = None
     try:
         for name in ("key", "host_key"):
             make_key(root / name)
@@ -179,17 +186,18 @@ def sshd(
             f"ListenAddress {address}\nPort {port}\nHostKey {root}/host_key\nPidFile none\nStrictModes no\nUsePAM no\n"
             f"AuthorizedKeysFile {root}/authorized_keys\nPasswordAuthentication no\nPrintMotd no\n{settings}"
         )
-        process = (launch or _child)([binary, "-D", "-E", str(root / "sshd.log"), "-f", str(root / "sshd_config")])
+        argv = [binary, "-D", "-E", str(root / "sshd.log"), "-f", str(root / "sshd_config")]
+        process = (launch or _child)(argv)
+        server = Sshd(root, address, port, process, users, accounts, argv)
         until(lambda: process.poll() is not None or _listening(address, port))
         assert process.poll() is None, (root / "sshd.log").read_text()
-        yield Sshd(root, address, port, process, users, accounts)
+        yield server
     finally:
-        if process:
-            server = Sshd(root, address, port, process, users, accounts)
+        if server:
             server.thaw()  # a test may have left it frozen
             for pid in server.pids()[:1]:
                 os.kill(pid, signal.SIGTERM)
-            process.wait(10)
+            server.process.wait(10)
         with _password_file():
             for name in accounts.values():
                 _drop_user(name)
