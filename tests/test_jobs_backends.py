@@ -14,6 +14,7 @@ from remote.connect import Link, Rig
 from remote.jobs import JobSpec
 from state.errors import RigbookError
 from tests.lab import rigs
+from tests.lab.proxmox import ProxmoxRig, proxmox_rig
 from tests.lab.systemd import PLAIN, PLAIN_UID, SystemdHost, systemd_host
 
 # Forked twice, in a session of its own, deaf to TERM, with an environment that tells nothing.
@@ -33,15 +34,25 @@ def box() -> Iterator[rigs.Sshd]:
         yield server
 
 
-@pytest_asyncio.fixture(params=["system", "user", "supervisor"])
+@pytest.fixture(scope="module")
+def proxmox() -> Iterator[ProxmoxRig]:
+    with proxmox_rig() as rig:
+        yield rig
+
+
+@pytest_asyncio.fixture(params=["system", "user", "supervisor", "container"])
 async def link(request: pytest.FixtureRequest) -> AsyncIterator[Link]:
+    """The last is a real container without a systemd, reached by `pct exec` through its host."""
+    name = "box"
     if request.param == "supervisor":
         server = request.getfixturevalue("box")
         project = server.project(next(iter(server.users)))
+    elif request.param == "container":
+        project, name = request.getfixturevalue("proxmox").project(), "ct"
     else:
         project = request.getfixturevalue("host").project("root" if request.param == "system" else PLAIN)
     async with Rig(project) as rig:
-        yield await rig.link("box")
+        yield await rig.link(name)
 
 
 def sh(id: str, script: str, **more: object) -> JobSpec:
@@ -74,7 +85,7 @@ async def test_stop_ends_the_whole_tree_and_nothing_else(link: Link) -> None:
     await link.run(script=f"until [ -s {where}/pid ];do sleep 0.02;done", timeout=20)
     escaped = int(await link.read(f"{where}/pid"))
     assert await alive(link, escaped)
-    end = await jobs.stop(link, "tree", grace=10)
+    end = await jobs.stop(link, "tree", grace=1)
     assert (end.state, end.exit, end.stopped, end.left) == ("finished", 7, True, ())
     assert any("trap" in command for command in end.swept)
     assert not await alive(link, escaped)
@@ -99,6 +110,17 @@ async def test_two_starts_are_one(link: Link) -> None:
     end = await jobs.wait(link, "once")
     assert (await jobs.submit(link, spec)).state == "finished"
     assert await link.read(f"{end.dir}/out.log") == b"started\n"
+
+
+async def test_caps_are_the_units(host: SystemdHost) -> None:
+    async with Rig(host.project("root")) as rig:
+        link = await rig.link("box")
+        job = await jobs.submit(link, sh("capped", "exec sleep 1000", memory_max=123 << 20, tasks_max=50))
+        shown = host.run("systemctl", "show", str(job.unit), "-p", "MemoryMax,TasksMax,KillMode,OOMPolicy,Delegate")
+        assert f"MemoryMax={123 << 20}\n" in shown and "TasksMax=58\n" in shown and "Delegate=yes\n" in shown
+        assert "KillMode=control-group\n" in shown and "OOMPolicy=continue\n" in shown
+        await jobs.stop(link, "capped", grace=5)
+        rigs.until(lambda: "rigbook-job-capped" not in host.run("systemctl", "list-units", "--all"))
 
 
 async def test_a_directory_with_a_name_that_asks_for_trouble(host: SystemdHost) -> None:

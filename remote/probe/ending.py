@@ -43,8 +43,11 @@ def living(group: Optional[str]) -> List[Tuple[int, int]]:
     return list(found.items())
 
 
-def sweep(group: Optional[str], name: str) -> Tuple[List[Dict[str, Any]], List[Dict[str, Any]]]:
-    """End what the job left behind: TERM, then KILL, until two looks find nothing. (ended, what would not end)."""
+def sweep(
+    group: Optional[str], name: str, grace: float = SWEEP_GRACE
+) -> Tuple[List[Dict[str, Any]], List[Dict[str, Any]]]:
+    """End what the job left behind: TERM, `grace` seconds, KILL, until two looks find nothing. (ended, what would not
+    end)."""
     known: Dict[Tuple[int, int], Dict[str, Any]] = {}
     began = time.monotonic()
     empty, termed = 0, set()
@@ -59,10 +62,10 @@ def sweep(group: Optional[str], name: str) -> Tuple[List[Dict[str, Any]], List[D
         if empty >= 2 or (left and waited > SWEEP_LIMIT):
             stuck = [known.pop(identity) for identity in left]
             return list(known.values()), stuck
-        if left and waited > SWEEP_GRACE and group is not None:
+        if left and waited > grace and group is not None:
             cgroup.kill(group, name, 0.0)
         for identity in left:
-            if waited > SWEEP_GRACE:
+            if waited > grace:
                 procs.send(identity[0], identity[1], signal.SIGKILL)
             elif identity not in termed:
                 termed.add(identity)

@@ -192,7 +192,8 @@ def supervise(directory: str, lock: int, tell: Optional[int]) -> None:
     os.close(failed)
     watched = Watch(directory, main, spec, group, kept)
     status, usage = watched.to_the_end()
-    swept, left = ending.sweep(group, name)
+    # Who asked for a quick stop does not wait for what it left behind either.
+    swept, left = ending.sweep(group, name, min(ending.SWEEP_GRACE, watched.grace))
     died = signal.Signals(os.WTERMSIG(status)).name[3:] if os.WIFSIGNALED(status) else None
     kills = max(cgroup.oom_kills(group), cgroup.oom_around() - watched.oom_before)
     record = {
@@ -279,7 +280,7 @@ class Watch:
 
     def __init__(self, directory: str, main: int, spec: Dict[str, Any], group: Optional[str], kept: List[str]) -> None:
         self.directory, self.main, self.group = directory, main, group
-        self.stopped = False
+        self.stopped, self.grace = False, GRACE
         self.over = ""  # the cap that ended it
         self.why = ""
         # What the kernel keeps we need not.
@@ -316,7 +317,8 @@ class Watch:
             if got is not None and got.si_signo in (signal.SIGTERM, signal.SIGINT) and not self.stopped:
                 self.stopped = True
                 asked = jobdir.read_json(os.path.join(self.directory, "stop.json")) or {}
-                kill_at = time.monotonic() + float(asked.get("grace", GRACE))
+                self.grace = float(asked.get("grace", GRACE))
+                kill_at = time.monotonic() + self.grace
                 # Not reaped yet, so neither the pid nor the group can belong to somebody else.
                 os.killpg(self.main, signal.SIGTERM)
 

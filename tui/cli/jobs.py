@@ -197,7 +197,7 @@ def logs(
     """
 
     async def work(link: Link, job: JobStatus) -> None:
-        from remote.jobs import pieces, shown
+        from remote.jobs import pieces
 
         rest = b""
         async for piece in pieces(link, id, file, until_end=follow_, lost=lambda error: say(f"waiting: {error}")):
@@ -209,12 +209,12 @@ def logs(
             elif ctx.json:
                 *whole, rest = (rest + piece.data).split(b"\n")
                 for each in whole:
-                    emit({"line": "".join(shown(each))})
+                    emit({"line": each.decode("utf-8", "replace")})
             else:
                 sys.stdout.buffer.write(piece.data)
                 sys.stdout.buffer.flush()
         if rest:
-            emit({"line": "".join(shown(rest))})
+            emit({"line": rest.decode("utf-8", "replace")})
 
     _on(id, host, work)
 
