@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import subprocess
 from collections.abc import Iterator
 
 import pytest
 
-from remote import gpus
-from tests.lab.gpu_machine import FakeGpu, Machine, fake_gpu, gpu_machine
+from remote import cleanup, gpu_checks, gpus
+from tests.lab.gpu_machine import LIBRARIES, FakeGpu, Machine, fake_gpu, gpu_machine, holder_program
 
 MIB = 1 << 20
 
@@ -134,3 +136,183 @@ def test_a_reset_is_planned_and_never_done(machine: Machine) -> None:
     machine.kill(pid)
     done = machine.rigbook("gpus", "--reset-plan", "7", "--json")
     assert (done.returncode, json.loads(done.stdout)["against"]) == (0, [])
+
+
+async def look_at(machine: Machine, **more: object) -> gpus.Look:
+    project = machine.project()
+    link = machine.link()
+    try:
+        return await gpus.look(link, project, **more)  # type: ignore[arg-type]
+    finally:
+        await link.aclose()
+
+
+@pytest.mark.parametrize(("code", "state"), [(18, "mismatch"), (9, "no-driver"), (999, "failed")])
+async def test_an_nvml_that_does_not_come_up_is_a_state(code: int, state: str) -> None:
+    with gpu_machine([fake_gpu(0)]) as machine:
+        machine.head["init"] = code
+        machine.write()
+        look = await look_at(machine)
+        assert (look.state, look.gpus) == (state, ()) and look.reason
+        done = machine.rigbook("gpus")
+        assert (done.returncode == 0 and b"GPU" in done.stdout) or b"NVML" in done.stdout
+
+
+async def test_no_gpu_and_no_library_are_two_states() -> None:
+    with gpu_machine([], nodes=["nothing"]) as machine:
+        machine.run(["sh", "-c", f"rm {LIBRARIES}/libnvidia-ml.so.1"])
+        assert (await look_at(machine)).state == "none"
+    with gpu_machine([fake_gpu(0)]) as machine:
+        machine.run(["sh", "-c", f"rm {LIBRARIES}/libnvidia-ml.so.1"])
+        look = await look_at(machine)
+        assert look.state == "no-library" and "libnvidia-ml.so.1" in look.reason
+
+
+async def test_a_driver_that_does_not_return_costs_five_seconds_once() -> None:
+    with gpu_machine([fake_gpu(0)]) as machine:
+        machine.head["hang"] = 1000
+        machine.write()
+        project, link = machine.project(), machine.link()
+        try:
+            assert (await gpus.look(link, project)).state == "hung"
+            async with asyncio.timeout(4):  # and from then on it is said at once
+                look = await gpus.look(link, project)
+            assert look.state == "hung" and "not returned" in look.reason
+            await (await link.probe()).call("clock")  # the probe itself goes on
+        finally:
+            await link.aclose()
+
+
+async def test_mig_instances_are_told_and_the_whole_load_is_not() -> None:
+    gpu = fake_gpu(0, mig=1)
+    gpu.more = ["slice MIG-aaaaaaaa-1111-2222-3333-444444444444 7 21474836480"]
+    gpu.more.append("error nvmlDeviceGetUtilizationRates 3")
+    with gpu_machine([gpu]) as machine:
+        look = await look_at(machine)
+        (found,) = look.gpus
+        assert found.values["mig"] is True and found.values["load"] == {"na": "not supported"}
+        (instance,) = found.values["instances"]
+        assert (instance["gi"], instance["memory"]["total"]) == (7, 20 << 30)
+
+
+async def test_a_gpu_that_falls_off_the_bus_keeps_its_name() -> None:
+    with gpu_machine([fake_gpu(0), fake_gpu(1)]) as machine:
+        project, link = machine.project(), machine.link()
+        try:
+            before = await gpus.look(link, project)
+            machine.gpus[1].values["lost"] = 1
+            machine.write()
+            lost = (await gpus.look(link, project)).gpus[1]
+            assert (lost.state, lost.uuid) == ("lost", before.gpus[1].uuid)
+            machine.gpus[1].values["lost"] = 0
+            machine.write()
+            assert (await gpus.look(link, project)).gpus[1].state == "ok"
+        finally:
+            await link.aclose()
+
+
+async def test_memory_with_no_process_is_unattributed_and_load_is_a_ghost() -> None:
+    with gpu_machine([fake_gpu(0, base=5 << 30), fake_gpu(1, load=100)]) as machine:
+        look = await look_at(machine)
+        share = look.gpus[0].unattributed
+        assert share is not None and share.size == 5 << 30 and "cannot see" in share.reason
+        assert look.gpus[1].ghost and not look.gpus[0].ghost
+        found = {(finding.check.id, finding.evidence) for finding in gpu_checks.findings(look)}
+        assert {("gpu.held", look.gpus[0].uuid), ("gpu.ghost", look.gpus[1].uuid)} <= found
+
+
+async def test_a_forked_child_that_keeps_the_files_is_named() -> None:
+    """The opener died; NVML lists nobody, and the memory stays."""
+    with gpu_machine([fake_gpu(0)]) as machine:
+        env = {"FAKE_VRAM": f"0:{700 * MIB}", "FAKE_VRAM_SILENT": "1"}
+        child = machine.hold("/dev/nvidia0", env=env)
+        look = await look_at(machine)
+        (holder,) = look.gpus[0].holders
+        assert holder.pid.pid == child and not holder.used
+        share = look.gpus[0].unattributed
+        assert (
+            share is not None and share.size == 700 * MIB and f"pid {child}, which NVML does not list" in share.reason
+        )
+
+
+async def test_a_mapping_alone_holds_and_so_does_another_name() -> None:
+    with gpu_machine([fake_gpu(0)]) as machine:
+        # /dev/null cannot be mapped; /dev/zero can.
+        machine.run(["sh", "-c", "rm /dev/nvidia0 && mknod -m 666 /dev/nvidia0 c 1 5"])
+        mapped = machine.hold("--map", "/dev/nvidia0")
+        look = await look_at(machine, deep=True)
+        assert [holder.pid.pid for holder in look.gpus[0].holders] == [mapped]
+        # The same device under another name: found by its number, as the kernel has it registered.
+        machine.run(
+            ["sh", "-c", "mknod -m 666 /dev/renamed c 10 229 && sed 's/^ 10 .*/ 10 nvidia/' /proc/devices >/dev/d"]
+        )
+        machine.run(["mount", "--bind", "/dev/d", "/proc/devices"])
+        renamed = machine.hold("/dev/renamed")
+        link = machine.link()
+        try:
+            seen = await (await link.probe()).call("gpu_look", jobs="/nowhere", deep=True)
+            nodes = {p["pid"]: p["nodes"] for p in seen["holders"]["processes"]}
+            assert nodes[renamed] == {"/dev/renamed": 1}
+        finally:
+            await link.aclose()
+
+
+async def test_uninterruptible_work_is_said_to_be_so() -> None:
+    """The parent of a vfork that does not come back is in D for real: nobody offers to kill it."""
+    with gpu_machine([fake_gpu(0)]) as machine:
+        python = machine.interpreter()
+        project = machine.project(ORPHANS.format(python=python))
+        env = {"FAKE_VRAM": f"0:{64 * MIB}"}
+        pool = machine.pool(1, "/dev/nvidia0", "--vfork", program=python, env=env)
+        machine.kill(pool.launcher)
+        link = machine.link()
+        try:
+            plan = await cleanup.plan(link, interpreters=gpus.interpreters(project, "here"))
+            (stuck,) = [line for line in plan.kept if f"pid {pool.workers[0]} " in line]
+            assert not [item for item in plan.items if item.pid == pool.workers[0]]
+            assert "(unkillable" in stuck and "vfork" in stuck
+        finally:
+            await link.aclose()
+
+
+async def test_a_container_and_its_host_number_one_process_twice() -> None:
+    with gpu_machine([fake_gpu(0)]) as machine:
+        argv = ["unshare", "-p", "-m", "--mount-proc", "--fork", "--kill-child", str(holder_program()), "--fork"]
+        process = machine.popen([*argv, "/dev/nvidia0"], {"FAKE_VRAM": f"0:{64 * MIB}"}, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        inner = [int(process.stdout.readline().split()[1]) for _ in range(2)][1]
+        look = await look_at(machine)
+        (holder,) = look.gpus[0].holders
+        assert holder.inner is not None and holder.inner.pid == inner != holder.pid.pid
+        assert holder.used == {look.gpus[0].uuid: 64 * MIB}
+        row = holder.to_dict()
+        assert (row["pid"], row["guest_pid"]) == (holder.pid.pid, inner)
+
+
+def test_who_cannot_be_looked_into_is_nobodys_orphan() -> None:
+    """What it has open is not to be seen without root: it may serve. On plain data, since root sees everything."""
+    from remote.probe import classes
+
+    worker = {
+        "own": False,
+        "pid": 7,
+        "nspid": [7],
+        "guest": None,
+        "exe": "/x/python3",
+        "comm": "python3",
+        "uid": 1000,
+        "nodes": {},
+        "job": None,
+        "interpreter": "/x/python3",
+        "readable": True,
+        "reparented": True,
+        "leads": False,
+        "leader_alive": False,
+        "session_alive": False,
+        "unit": None,
+        "answers": [],
+        "live_children": False,
+        "stuck": [],
+    }
+    assert classes.classify(worker)[0] == "unclaimed"
+    assert classes.classify({**worker, "readable": False})[0] == "foreign"
