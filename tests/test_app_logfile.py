@@ -61,3 +61,23 @@ def test_colour_titles_and_progress_bars_become_plain() -> None:
     assert harmless(b"\x1b[1;31mred\x1b[0m \x1b]0;title\x07ok") == "red ok"
     assert harmless(b" 10 %\r 20 %\r 30 %") == " 30 %"
     assert harmless(b"x" * 10_000).endswith("(cut)")
+
+
+def test_what_the_log_quota_dropped_is_one_line(tmp_path: Path) -> None:
+    """The copy has a hole there, so that offsets stay true: gigabytes of nothing are neither read nor shown."""
+    path = tmp_path / "log"
+    log = LogFile(path)
+    size = 5 << 30
+    path.write_bytes(b"first\nsecond\n")
+    assert log.grow() and log.count == 2
+    with path.open("r+b") as file:
+        file.truncate(13 + size)
+    assert not log.grow() and log.count == 2, "what follows is not here yet"
+    with path.open("ab") as file:
+        file.write(b"last\n")
+    assert log.grow()
+    shown = [log.line(i) for i in range(log.count)]
+    assert shown == ["first", "second", f"[{size} bytes dropped by the log quota]", "last"]
+    assert log.find("last", 0) == 3 and log.find("dropped", 0) == 2
+    whole = LogFile(path)
+    assert whole.grow() and [whole.line(i) for i in range(whole.count)] == shown

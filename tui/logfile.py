@@ -7,6 +7,7 @@ Text from a machine is bytes: colour codes, control characters and bytes that ar
 
 from __future__ import annotations
 
+import os
 import re
 from bisect import bisect_right
 from collections import OrderedDict
@@ -34,6 +35,20 @@ def harmless(raw: bytes) -> str:
     return f"{text} … (cut)" if cut else text
 
 
+def hole(descriptor: int, at: int) -> int | None:
+    """How many bytes from `at` on the log quota has dropped from this copy (remote/follow.py leaves them out): 0 where
+    there is no gap worth a line, None where nothing follows the gap yet."""
+    end = at
+    while os.pread(descriptor, 1, end) == b"\0":
+        try:
+            found = os.lseek(descriptor, end, os.SEEK_DATA)
+        except OSError:
+            return None if os.fstat(descriptor).st_size - at >= BLOCK else 0
+        data = os.pread(descriptor, BLOCK, found)
+        end = found + len(data) - len(data.lstrip(b"\0"))
+    return end - at if end - at >= BLOCK else 0
+
+
 class LogFile:
     """`count` whole lines so far; `line(i)` is one of them. Call `grow` to take in what was written since."""
 
@@ -43,6 +58,7 @@ class LogFile:
         self.size = 0  # bytes taken in; ends at a line's end
         self._first: list[int] = []  # number of the first line of each block
         self._at: list[int] = []  # where each block starts
+        self._holes: dict[int, int] = {}  # bytes, by block
         self._blocks: OrderedDict[int, list[bytes]] = OrderedDict()
         self._identity: tuple[int, int] | None = None
         self.tail = b""  # an unfinished last line
@@ -59,6 +75,13 @@ class LogFile:
                 file.seek(self.size)
                 before = self.count
                 while limit > 0:
+                    dropped = hole(file.fileno(), self.size)
+                    if dropped is None:
+                        self.tail = b""
+                        break
+                    if dropped:
+                        self._skip(dropped)
+                        file.seek(self.size)
                     data = file.read(min(BLOCK, limit))
                     if not data:
                         self.tail = b""
@@ -91,8 +114,17 @@ class LogFile:
         self.count += data.count(b"\n")
         self.size += len(data)
 
+    def _skip(self, length: int) -> None:
+        """A block of its own for what is not there, with one line that says so."""
+        self._holes[len(self._at)] = length
+        self._at.append(self.size)
+        self._first.append(self.count)
+        self.count += 1
+        self.size += length
+
     def _forget(self) -> None:
         self.count = self.size = 0
+        self._holes.clear()
         self._first.clear()
         self._at.clear()
         self._blocks.clear()
@@ -110,6 +142,8 @@ class LogFile:
         return harmless(self.raw(number))
 
     def _block(self, block: int) -> list[bytes]:
+        if block in self._holes:
+            return [b"[%d bytes dropped by the log quota]" % self._holes[block]]
         lines = self._blocks.get(block)
         if lines is None:
             end = self._at[block + 1] if block + 1 < len(self._at) else self.size
