@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from remote import files, jobs
 from remote.connect import Rig
+from remote.jobs import JobSpec
 from state.errors import RigbookError
 from tests.lab import mounts, rigs
 from tests.lab.faulty import FaultyServer
@@ -153,6 +158,38 @@ async def test_cut_at_any_byte_the_answer_is_unknown_or_right(box: rigs.Sshd) ->
                 else:
                     assert (result.state, result.exit) == ("unknown", None)
     assert seen == {"exited", "unknown"}
+
+
+@pytest.mark.report(4)
+async def test_a_line_that_breaks_all_the_time(box: rigs.Sshd, tmp_path: Path) -> None:
+    """Each connection lives for a moment: a log is whole all the same, a job is started once, a file gets through."""
+    user = next(iter(box.users))
+    content = os.urandom(40 << 20)
+    (tmp_path / "big").write_bytes(content)
+    script = 'echo once >>started; i=0; while [ $i -lt 30000 ]; do echo "line $i"; i=$((i+1)); done'
+    with Proxy("127.0.0.1", box.port) as line:
+        line.rate = 20 << 20  # B/s: the file takes several lives of a connection
+        async with Rig(line.project(box, user)) as rig:
+            link = await rig.link("box")
+            with line.flapping(0.7):
+                async with asyncio.timeout(60):
+                    begun = None
+                    while begun is None:
+                        with contextlib.suppress(RigbookError):
+                            begun = await jobs.submit(link, JobSpec("flapped", "", ["sh", "-c", script]))
+                    got = bytearray()
+                    async for offset, data in jobs.follow(link, "flapped"):
+                        assert offset == len(got)
+                        got += data
+                    tries, copied = 0, None
+                    while copied is None:
+                        tries += 1
+                        with contextlib.suppress(RigbookError):
+                            copied = await files.put(link, tmp_path / "big", "big")
+            assert copied.resumed > 0 and tries > 1 and copied.sha256 == hashlib.sha256(content).hexdigest()
+            assert got.splitlines() == [b"line %d" % i for i in range(30000)]
+            assert await link.read(f"{begun.dir}/started") == b"once\n"
+    assert line.accepted > 3
 
 
 def test_places_that_refuse() -> None:

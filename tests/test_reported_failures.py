@@ -218,7 +218,7 @@ async def test_a_job_is_found_from_everywhere_and_its_end_too(link: Link, box: r
 
 
 @pytest.mark.report(30)
-@pytest.mark.parametrize("way", ["ProxyJump box"])
+@pytest.mark.parametrize("way", ["ProxyJump box", "ProxyCommand ssh -F {config} -W %h:%p box"])
 async def test_bulk_through_a_jump_by_either_way(proxmox: ProxmoxRig, tmp_path: Path, way: str) -> None:
     root = proxmox.far.sshd.root
     hosts = '[hosts.inner]\nkind = "linux"\nssh = "inner"\n'
