@@ -221,7 +221,7 @@ async def _no_python(link: Link) -> Finding:
 async def _sessions(link: SSHLink) -> list[Finding]:
     """As many sessions at once as we would ever use, and the sftp subsystem, on a connection of the link's."""
     found = []
-    lane = await link._take()
+    lane = await link.pool.take()
     try:
         refused = 0
 
@@ -250,7 +250,7 @@ async def _sessions(link: SSHLink) -> list[Finding]:
             "host.unknown", f"the link was lost: {error}", host=link.name, exit_code=UNREACHABLE
         ) from error
     finally:
-        link._give(lane)
+        link.pool.give(lane)
     return found
 
 

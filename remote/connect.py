@@ -75,7 +75,9 @@ class Link(ABC):
         return {"route": "local"}
 
     @abstractmethod
-    def _open(self, command: str, line: bytes, *, eof: bool = False) -> contextlib.AbstractAsyncContextManager[Channel]:
+    def _open(
+        self, command: str, line: bytes, *, eof: bool = False, bulk: bool = False
+    ) -> contextlib.AbstractAsyncContextManager[Channel]:
         """Start `command` in the login shell. `line` is the first thing on its stdin, with `eof` the last. Lost when
         the link is gone, RigbookError when it cannot be made."""
 
@@ -129,15 +131,17 @@ class Link(ABC):
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
         timeout: float | None = None,
+        bulk: bool = False,
     ) -> Result:
-        """As `run`, but output goes to `out` and `err` while it comes and input may be an iterator."""
+        """As `run`, but output goes to `out` and `err` while it comes and input may be an iterator. `bulk` says that it
+        is much: behind jump hosts there is a faster way for that, which takes longer to begin."""
         line = shell.program(argv, script=script, env=env, cwd=cwd, timeout=timeout)
         command, nonce = shell.opening(self._direct(argv, line))
         markers = shell.Marker(nonce), shell.Marker(nonce)
         clock = asyncio.get_running_loop().time
         started = clock()
         try:
-            async with self._open(command, line, eof=feed == b"") as channel:
+            async with self._open(command, line, eof=feed == b"", bulk=bulk) as channel:
                 work = asyncio.gather(
                     _drain(channel.read, markers[0], out),
                     _drain(channel.read_error, markers[1], err),
@@ -327,7 +331,9 @@ class LocalLink(Link):
     """This machine, by subprocess: the same words over another wire."""
 
     @contextlib.asynccontextmanager
-    async def _open(self, command: str, line: bytes, *, eof: bool = False) -> AsyncIterator[Channel]:
+    async def _open(
+        self, command: str, line: bytes, *, eof: bool = False, bulk: bool = False
+    ) -> AsyncIterator[Channel]:
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             "/bin/sh", "-c", command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import shlex
+import shutil
 import signal
 import socket
 from collections import defaultdict
@@ -105,6 +106,29 @@ class Dialer:
         except RigbookError as error:
             error.host = error.host or name
             raise
+
+    async def around(self, name: str, resolved: Resolved) -> Line:
+        """Another connection to a host behind jump hosts, through `ssh -W`: that program does the outer encryption, on
+        another core and in C, where a tunnel in asyncssh would do both in one Python."""
+        ssh = shutil.which("ssh")
+        if ssh is None:
+            raise RigbookError("host.unreachable", "there is no ssh here", host=name, exit_code=UNREACHABLE)
+        *before, last = resolved.jumps
+        files = [self._pins, *(await _resolve(last, resolved.config)).known_hosts]
+        words = [ssh, *(["-F", str(resolved.config)] if resolved.config else [])]
+        for option in (
+            "BatchMode=yes",
+            "StrictHostKeyChecking=yes",
+            "ControlMaster=no",
+            "ForwardAgent=no",
+            "UserKnownHostsFile=" + " ".join(f'"{str(file).replace("%", "%%")}"' for file in files),
+        ):
+            words += ["-o", option]
+        if before:
+            words += ["-J", ",".join(_place(hop.words()[-1], hop.port) for hop in before)]
+        words += ["-W", _place(f"[{resolved.host}]", resolved.port), *last.words()]
+        way = replace(resolved, jumps=(), proxy_command=shlex.join(words))
+        return await self._login(name, way, None, "", True)
 
     async def _line(self, name: str, resolved: Resolved, *, again: bool, trail: tuple[Target, ...] = ()) -> Line:
         """`name` is the host's in the project, under which its key may be pinned; "" for a jump host."""
@@ -423,6 +447,10 @@ def _algorithms(resolved: Resolved) -> dict[str, Any]:
 
 def by_hand(resolved: Resolved) -> str:
     return shlex.join([*resolve.by_hand(resolved.target, resolved.config), "true"])
+
+
+def _place(host: str, port: int | None) -> str:
+    return f"{host}:{port}" if port else host
 
 
 def _shown(resolved: Resolved) -> str:

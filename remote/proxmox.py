@@ -72,10 +72,12 @@ class GuestLink(Link):
         self._answered = True
 
     @contextlib.asynccontextmanager
-    async def _open(self, command: str, line: bytes, *, eof: bool = False) -> AsyncIterator[Channel]:
+    async def _open(
+        self, command: str, line: bytes, *, eof: bool = False, bulk: bool = False
+    ) -> AsyncIterator[Channel]:
         inner = f"{CLEAN} /bin/sh -c {shell.quote(command)}"
         command = f"exec pct exec {self.host.vmid}{self._keep_env} -- {inner}"
-        async with self.outer._open(command, line, eof=eof) as channel:
+        async with self.outer._open(command, line, eof=eof, bulk=bulk) as channel:
             yield channel
 
     def _no_shell(self, code: int | None, noise: str) -> RigbookError:
@@ -99,7 +101,9 @@ class AgentLink(Link):
     async def ready(self) -> None:
         await self.outer.ready()
 
-    def _open(self, command: str, line: bytes, *, eof: bool = False) -> contextlib.AbstractAsyncContextManager[Channel]:
+    def _open(
+        self, command: str, line: bytes, *, eof: bool = False, bulk: bool = False
+    ) -> contextlib.AbstractAsyncContextManager[Channel]:
         raise bootstrap_only(self)
 
     async def stream(
@@ -113,6 +117,7 @@ class AgentLink(Link):
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
         timeout: float | None = None,
+        bulk: bool = False,
     ) -> Result:
         """As everywhere, but the output comes at the end, and there is room for 1 MiB of input."""
         line = shell.program(argv, script=script, env=env, cwd=cwd, timeout=timeout)

@@ -81,7 +81,8 @@ class _Put:
         errors = bytearray()
         work = asyncio.ensure_future(
             self.link.stream(
-                call(self.python, self.ask), feed=self._records(), out=self._answer, err=errors.extend
+                call(self.python, self.ask), feed=self._records(), out=self._answer, err=errors.extend,
+                bulk=self.info.st_size >= LARGE,
             )
         )  # fmt: skip
         # An end without an answer must not leave the feed waiting for one.
