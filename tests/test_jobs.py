@@ -138,8 +138,16 @@ async def test_one_start_whoever_asks_how_often(link: Link) -> None:
     await jobs.wait(link, "once")
     assert (await jobs.submit(link, spec)).state == "finished"
     assert await log(link, "once") == b"started\n"
-    left = await link.run(script=f"ls -A {await jobs.jobs_dir(link)} | grep stage")
+    where = await jobs.jobs_dir(link)
+    left = await link.run(script=f"ls -A {where} | grep stage")
     assert left.stdout == b"", "staging directories are gone"
+    # Those of submissions that were cut go with a later one.
+    await link.run(
+        script=f"mkdir {where}/.stage-old-1 {where}/.stage-new-1; touch -d '2 hours ago' {where}/.stage-old-1"
+    )
+    await jobs.submit(link, sh("later", "true"))
+    assert (await link.run(script=f"ls -A {where} | grep stage")).stdout == b".stage-new-1\n"
+    await link.run(["rmdir", f"{where}/.stage-new-1"])
 
 
 async def test_what_it_leaves_behind_is_ended_and_said(link: Link) -> None:

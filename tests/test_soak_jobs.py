@@ -238,3 +238,39 @@ async def test_two_controllers_with_one_job(far: Far, races: int) -> None:
             assert (ends[0].exit, ends[0].backend) == (5, far.backend)
             assert (await links[0].read(f"{ends[0].dir}/out.log")) == b"ran %d\n" % (ends[0].pid or 0)
     print(f"\n{far.backend}: {races} races of two controllers: one job each time")
+
+
+@pytest.mark.parametrize("tries", [6, pytest.param(KILLS, marks=pytest.mark.slow)], ids=["short", "soak"])
+async def test_submissions_cut_at_random(far: Far, tries: int) -> None:
+    """Cut anywhere between the first byte and the answer, and repeated until somebody answers: it runs once."""
+    chance = random.Random(SEED)
+    loop = asyncio.get_running_loop()
+    async with Rig(far.project) as rig:
+        for number in range(tries):
+            id = f"submit-{tries}-{number}"
+            spec = JobSpec(id, "", ["sh", "-c", "echo ran; exit 5"], files={"filling": os.urandom(200_000)})
+
+            async def submit(spec: JobSpec = spec) -> jobs.JobStatus:
+                return await jobs.submit(await rig.link("box"), spec)
+
+            cutting = loop.run_in_executor(None, _cut_later, far, chance.uniform(0, 0.3))
+            await patiently(submit)
+            await cutting
+            end = await jobs.wait(await rig.link("box"), id)
+            assert (end.exit, end.backend) == (5, far.backend)
+            log = await patiently(lambda end=end: read(rig, f"{end.dir}/out.log"))  # type: ignore[misc]
+            assert log == b"ran\n"
+        left = await (await rig.link("box")).run(
+            script=f"ls -A {await jobs.jobs_dir(await rig.link('box'))}|grep -c stage"
+        )
+        cut_short = int(left.text() or 0)
+    print(f"\n{far.backend}: {tries} submissions cut: one job each time, {cut_short} stages left for the next sweep")
+
+
+def _cut_later(far: Far, seconds: float) -> None:
+    time.sleep(seconds)
+    far.cut()
+
+
+async def read(rig: Rig, path: str) -> bytes:
+    return await (await rig.link("box")).read(path)

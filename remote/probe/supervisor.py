@@ -26,6 +26,7 @@ from remote.probe import caps, cgroup, ending, jobdir, procs, unit
 GRACE = 10.0  # s from TERM to KILL when nobody says otherwise
 TREE_S = 2.0  # between two looks at which processes there are
 CAPS_S = 0.5
+STALE_S = 3600.0
 SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}
 
 
@@ -39,6 +40,7 @@ def main(argv: List[str]) -> int:
             return 0
         adopt(os.path.realpath(argv[2]), directory)
         start(directory)
+        tidy(os.path.dirname(directory))
     elif what == "start":
         start(directory)
     elif what == "run":
@@ -94,6 +96,14 @@ def adopt(stage: str, directory: str) -> None:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
         drop(stage)
+
+
+def tidy(root: str) -> None:
+    """Drop what submissions that were cut left behind, long ago."""
+    for entry in os.scandir(root):
+        with contextlib.suppress(OSError):
+            if entry.name.startswith(".stage-") and time.time() - entry.stat().st_mtime > STALE_S:
+                drop(entry.path)
 
 
 def drop(stage: str) -> None:
