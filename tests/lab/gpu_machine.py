@@ -10,6 +10,7 @@ The nodes are `c 1 3`: the real number cannot be opened without the driver. Ever
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import shutil
@@ -122,6 +123,7 @@ def built(name: str, *flags: str) -> Path:
     if compiler is None:
         pytest.skip("no C compiler (.ci/run installs gcc)")
     folder = Path(tempfile.mkdtemp(prefix="rb-fake-nvml-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     out = folder / name
     source = HERE / "fake_nvml" / f"{name}.c"
     subprocess.run([compiler, "-O1", *flags, "-o", out, source, "-ldl"], check=True, capture_output=True)

@@ -61,7 +61,7 @@ class ProxmoxRig:
         self.write(whole)
 
     def node(self, **keys: Any) -> None:
-        """Change the node itself: keep_env_option, agent_output_limit, guests."""
+        """Change the node itself: keep_env_option, agent_output_limit, agent_poll_s, guests."""
         self.write(json.loads(self.state.read_text()) | keys)
 
     def write(self, whole: dict[str, Any]) -> None:
@@ -80,7 +80,8 @@ def install(folder: Path, guests: dict[str, Any]) -> None:
         words = [PYTHON, "-I", "-S", str(HERE / f"{name}_stand_in.py"), str(folder / "node.json")]
         (folder / "bin" / name).write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
         (folder / "bin" / name).chmod(0o755)
-    node = {"node": "pve", "keep_env_option": True, "agent_output_limit": 16 * 1024**2, "guests": guests}
+    node = {"node": "pve", "keep_env_option": True, "guests": guests}
+    node |= {"agent_output_limit": 16 * 1024**2, "agent_poll_s": 1}
     (folder / "node.json").write_text(json.dumps(node))
 
 

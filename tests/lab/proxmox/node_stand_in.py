@@ -1,9 +1,9 @@
 """What the stand-ins for Proxmox's programs share: the guests of the node, kept in one JSON file, and how PVE fails.
 
-The file's shape: {"node": NAME, "keep_env_option": bool, "agent_output_limit": N, "guests": {VMID: guest}}, where a
-guest is {"type": "lxc" | "qemu", "lxc": its name for lxc-*, "path": where that is, "name", "lock", "config": {...},
-"raw": [[key, value], …], "memory": bytes, "disk": bytes, "agent": "running" | "silent" | "none"}. A container plays
-the VM, too. Standard library only: it runs on the far side.
+The file's shape: {"node": NAME, "keep_env_option": bool, "agent_output_limit": bytes, "agent_poll_s": s between qm's
+looks (Proxmox: 1), "guests": {VMID: guest}}, where a guest is {"type": "lxc" | "qemu", "lxc": its name for lxc-*,
+"path": where that is, "name", "lock", "config": {...}, "raw": [[key, value], …], "memory": bytes, "disk": bytes,
+"agent": "running" | "silent" | "none"}. A container plays the VM, too. Standard library only: it runs on the far side.
 """
 
 from __future__ import annotations

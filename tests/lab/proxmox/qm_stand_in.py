@@ -133,7 +133,7 @@ def exec_(state: node.Node, argv: list[str]) -> None:
             if told["exited"]:
                 result = told
                 break
-            time.sleep(1)
+            time.sleep(state.all["agent_poll_s"])
         if not result.get("exited"):
             sys.stderr.write("timeout reached, returning pid\n")
     node.write(node.to_json(result, pretty=True))
