@@ -202,11 +202,11 @@ class Link(ABC):
             found = await self.run(script=f"({shell.FIND_PYTHON})||{{ {pythons.REPORT} exit 127;}}", timeout=20)
             if found.state == "exited" and found.exit == 127:
                 raise pythons.missing(found.stderr.decode("utf-8", "replace"), self.name)
-            self._python = self._answered(found, "looking for python3").text()
+            self._python = self._told(found, "looking for python3").text()
         return self._python
 
-    def _answered(self, result: Result, what: str) -> Result:
-        """A look of our own that takes this long is a host that does not answer: callers try again, as for any other."""
+    def _told(self, result: Result, what: str) -> Result:
+        """A look of our own that takes this long is a host that does not answer: callers may try again."""
         if result.state == "timeout":
             raise RigbookError("host.unreachable", f"{what}: no answer", host=self.name, exit_code=UNREACHABLE)
         return result.check(what)
@@ -217,7 +217,7 @@ class Link(ABC):
             # Resolved (links, too), since jobs carry this path as their mark of origin.
             where = shell.path(self.host.state_dir)
             script = f"umask 077;mkdir -p {where}&&cd {where}&&pwd -P"
-            found = self._answered(await self.run(script=script, timeout=20), f"making {self.host.state_dir}")
+            found = self._told(await self.run(script=script, timeout=20), f"making {self.host.state_dir}")
             self._state_dir = found.stdout.decode("utf-8", "surrogateescape").removesuffix("\n")
         return self._state_dir
 
