@@ -190,7 +190,7 @@ async def plan(
     kept = tuple(
         f"pid {e['pid']} ({e['class']}, {e['why']}): {e['command'][:100]}"
         for e in seen["processes"]
-        if e["pid"] not in pids
+        if e["pid"] not in pids and "RIGBOOK_PROBE" not in e["markers"]
     )
     items = tuple(_item(entry, seen) for entry in wanted)
     return Plan(

@@ -22,6 +22,7 @@ from remote.probe import ship
 from state.project import Project
 
 OVERHEAD = 64 << 20  # bytes a GPU that the driver keeps for itself while somebody has it open (15 MiB seen on an H200)
+HOLDERS_S = 5.0  # that the list of holders may be old where one looks every second; a pid new to NVML ends that
 GHOST_LOAD = 50  # percent, with nobody there
 
 
@@ -180,12 +181,15 @@ def read(host: str, seen: Mapping[str, Any]) -> Look:
     nvml = seen["nvml"]
     listed = [entry for gpu in nvml["gpus"] for entry in _listed(gpu)]
     holders = seen["holders"]
-    people = {p["pid"]: _holder(host, p, nvml["gpus"]) for p in holders["processes"]}
+    # Our own probes have NVML open and hold nothing: they are no holders.
+    found = [p for p in holders["processes"] if "RIGBOOK_PROBE" not in p["markers"]]
+    looking = {p["pid"] for p in holders["processes"]} - {p["pid"] for p in found}
+    people = {p["pid"]: _holder(host, p, nvml["gpus"]) for p in found}
     for entry in listed:
-        if entry["pid"] not in people:
+        if entry["pid"] not in people and entry["pid"] not in looking:
             people[entry["pid"]] = _unseen(host, entry["pid"], nvml["gpus"])
     by_pci = {device["pci"]: device for device in seen["pci"]}
-    minors = {p["pid"]: set(p["gpus"]) for p in holders["processes"]}
+    minors = {p["pid"]: set(p["gpus"]) for p in found}
     gpus = []
     for gpu in nvml["gpus"]:
         device = by_pci.pop(known(gpu.get("pci")), None)
@@ -278,7 +282,9 @@ def _gpu(
     partial: str,
 ) -> Gpu:
     minor = known(gpu.get("minor"))
-    pids = {entry["pid"] for entry in _listed(gpu)} | {pid for pid, held in minors.items() if minor in held}
+    pids = {entry["pid"] for entry in _listed(gpu) if entry["pid"] in people} | {
+        pid for pid, held in minors.items() if minor in held
+    }
     holders = tuple(sorted((people[pid] for pid in pids), key=lambda h: (-(h.used.get(_name(gpu)) or 0), h.pid.pid)))
     owners = {holder.owner for holder in holders if holder.kind != "protected"} or {h.owner for h in holders}
     owner = "free" if not owners else owners.pop() if len(owners) == 1 else "several"

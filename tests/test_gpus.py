@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 from collections.abc import Iterator
 
 import pytest
 
 from remote import cleanup, gpu_checks, gpus
-from tests.lab.gpu_machine import LIBRARIES, FakeGpu, Machine, fake_gpu, gpu_machine, holder_program
+from tests.lab.gpu_machine import LIBRARIES, REPO, FakeGpu, Machine, fake_gpu, gpu_machine, holder_program
 
 MIB = 1 << 20
 
@@ -312,7 +313,29 @@ def test_who_cannot_be_looked_into_is_nobodys_orphan() -> None:
         "unit": None,
         "answers": [],
         "live_children": False,
+        "markers": {},
         "stuck": [],
     }
     assert classes.classify(worker)[0] == "unclaimed"
     assert classes.classify({**worker, "readable": False})[0] == "foreign"
+
+
+def test_the_json_is_what_the_page_says(machine: Machine) -> None:
+    machine.project()
+    machine.hold("/dev/nvidia1", env={"FAKE_VRAM": f"1:{MIB}"})
+    document = json.loads(machine.rigbook("gpus", "--json").stdout)
+    sections = (REPO / "docs/gpus.md").read_text().split("\n## ")
+    told = {
+        part.split("\n")[0]: {
+            name
+            for line in part.splitlines()
+            if line.startswith("| `")
+            for name in re.findall(r"`(\w+)`", line.split("|")[1])
+        }
+        for part in sections[1:]
+    }
+    host = document["hosts"][0]
+    gpu = host["gpus"][1]
+    assert set(document) == {"hosts", "unreachable"}
+    assert (told["HOST"], told["GPU"]) == (set(host), set(gpu))
+    assert told["HOLDER"] == set(gpu["holders"][0])

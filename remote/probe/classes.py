@@ -49,6 +49,7 @@ def _machine(p: Process) -> bool:
 
 PROTECTED: List[Rule] = [
     ("own", lambda p: p["own"], "we run below it"),
+    ("probe", lambda p: "RIGBOOK_PROBE" in p["markers"], "it is a probe of rigbook's, and looks"),
     ("init", lambda p: p["pid"] == 1 or p["nspid"][-1] == 1, "it is the first process of its machine or container"),
     ("monitor", lambda p: (p["guest"] or {}).get("kind") == "lxc-monitor", "it keeps a container"),
     ("machine", _machine, "it is a virtual machine"),

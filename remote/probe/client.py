@@ -244,7 +244,7 @@ async def start(link: Link) -> Probe:
     nonce, packed = secrets.token_hex(8), ship.payload()
     script = (
         f"p=$({shell.FIND_PYTHON})||{{ {pythons.REPORT} exit 127;}};"
-        'exec /usr/bin/env -i PATH="$PATH" HOME="$HOME" LC_ALL=C.UTF-8 '
+        'exec /usr/bin/env -i RIGBOOK_PROBE=1 PATH="$PATH" HOME="$HOME" LC_ALL=C.UTF-8 '
         f'"$p" -I -S -u -c {shell.quote(ship.BOOT)} {len(packed)} {nonce}'
     )
     stack = contextlib.AsyncExitStack()

@@ -17,6 +17,7 @@ from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
 from remote.probe import procs
 
 REFRESH_S = 30.0
+SOCKETS_S = 10.0
 FEW_S = 5.0  # kernels before 6.2 do not tell the number of descriptors
 HARMLESS = ("/dev/null", "/dev/pts/", "/dev/tty", "/dev/urandom", "/dev/random", "/dev/zero", "/dev/shm/", "/dev/fuse")
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -45,6 +46,8 @@ class Scanner:
         self._majors_at = -REFRESH_S
         self._lock = threading.Lock()
         self.table: Dict[int, procs.Stat] = {}  # all processes, at the last look
+        self.listening: Dict[str, Dict[str, Any]] = {}  # socket -> port; reading the kernel's table takes 10 ms
+        self._listening_at = -SOCKETS_S
 
     def scan(self, named: Iterable[int] = (), deep: bool = False) -> Dict[str, Any]:
         """All holders, with the evidence that classifies them. `named`: pids that NVML lists. `deep`: look into every
@@ -73,7 +76,9 @@ class Scanner:
             unreadable += not seen.readable
         self._seen, self.table = fresh, table
         holding = [pid for pid, now in table.items() if pid in named or fresh[(pid, now.starttime)].nodes]
-        sockets = _sockets() if holding else {}
+        if holding and (deep or began - self._listening_at >= SOCKETS_S):
+            self.listening, self._listening_at = procs.listening(), began
+        sockets = {"socket:[%s]" % inode: entry["port"] for inode, entry in self.listening.items()}
         found = [self._describe(pid, table, fresh[(pid, table[pid].starttime)], sockets, began) for pid in holding]
         self._forget(found)
         return {
@@ -306,10 +311,6 @@ def foreign_ports(pid: int) -> List[int]:
 def _started(starttime: int) -> Optional[float]:
     found = re.search(r"^btime (\d+)", _text("/proc/stat"), re.M)
     return int(found.group(1)) + starttime / TICKS if found else None
-
-
-def _sockets() -> Dict[str, int]:
-    return {"socket:[%s]" % inode: entry["port"] for inode, entry in procs.listening().items()}
 
 
 def _links(pid: int) -> Optional[List[Tuple[str, str]]]:

@@ -9,7 +9,7 @@ import signal
 import time
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Set
 
-MARKERS = ("RIGBOOK_JOB", "RIGBOOK_RUN", "RIGBOOK_JOB_DIR")
+MARKERS = ("RIGBOOK_JOB", "RIGBOOK_RUN", "RIGBOOK_JOB_DIR", "RIGBOOK_PROBE")
 
 
 class Stat(NamedTuple):

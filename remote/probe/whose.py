@@ -24,14 +24,16 @@ def all_holders(jobs: str, **more: Any) -> Dict[str, Any]:
 class World:
     """What a judgement needs to know beside the process itself; looked up once a scan."""
 
-    def __init__(self, jobs: str, interpreters: Iterable[str]) -> None:
+    def __init__(
+        self, jobs: str, interpreters: Iterable[str], listening: Optional[Dict[str, Dict[str, Any]]] = None
+    ) -> None:
         self.jobs = os.path.realpath(jobs)
         self.interpreters = list(interpreters)
         self.states = {job["id"]: job for job in jobdir.listing(self.jobs)}
         self.trees = _trees(self.jobs, self.states)
         self.own = procs.ancestors(os.getpid())
         self.net = holders._link("/proc/self/ns/net")
-        self.listening = procs.listening()
+        self.listening = procs.listening() if listening is None else listening
         self.answers: Dict[int, bool] = {}
 
 
@@ -71,7 +73,7 @@ def gpu_processes(
     seen = scanner.scan(named, deep)
     found = {p["pid"]: p for p in seen["processes"]}
     if found:
-        judge(found, scanner.table, World(jobs, interpreters))
+        judge(found, scanner.table, World(jobs, interpreters, scanner.listening))
     return seen
 
 

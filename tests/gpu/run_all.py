@@ -374,7 +374,7 @@ def attribution(bench: Bench) -> None:
 
 
 def cost(bench: Bench) -> None:
-    """What looking costs, in the probe: 30 looks a second apart, holders at most every 2 s."""
+    """What looking costs, in the probe: 30 looks a second apart, holders every 5 s."""
     code = (
         "import asyncio, json, sys, pathlib\n"
         "from remote import gpus\nfrom remote.connect import Rig\nfrom state.project import load\n"
@@ -385,7 +385,7 @@ def cost(bench: Bench) -> None:
         "        await gpus.look(link, project)\n"
         "        rows = []\n"
         "        for _ in range(int(sys.argv[2])):\n"
-        "            look = await gpus.look(link, project, max_age=2.0)\n"
+        "            look = await gpus.look(link, project, max_age=gpus.HOLDERS_S)\n"
         "            rows.append(dict(look.cost))\n"
         "            await asyncio.sleep(1)\n"
         "        deep = await gpus.look(link, project, deep=True)\n"

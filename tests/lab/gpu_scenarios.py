@@ -325,6 +325,13 @@ def monitor(stage: Stage) -> None:
     stage.add("keeper of a container", pid, "protected", False, vram)
 
 
+def another_probe(stage: Stage) -> None:
+    """Somebody else's look at the GPUs, started out of a job that is over."""
+    mark = stage.job(f"probe{len(stage.actors)}", False)
+    _, (pid,) = stage.start("--setsid", "/dev/nvidia0", env={**mark, "RIGBOOK_PROBE": "1"})
+    stage.add("another probe", pid, "protected", False, {})
+
+
 def container(stage: Stage) -> None:
     """A container in namespaces of its own: its first process and an orphan, both with the mark of a dead job."""
     mark = stage.job(f"ct{len(stage.actors)}", False)
@@ -354,7 +361,7 @@ ACTORS = {
     make.__name__: make
     for make in (
         *(live_job, orphan, orphan_in_tree, respawning_pool, foreign, foreign_directory, forgotten_job, unclaimed),
-        *(other_interpreter, serving_child, service, daemon, virtual_machine, monitor),
+        *(other_interpreter, serving_child, service, daemon, virtual_machine, monitor, another_probe),
     )
 } | {
     "launcher_alive": launcher_alive,

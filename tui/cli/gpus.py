@@ -64,10 +64,12 @@ async def _once(loaded: Project, names: list[str], reset_plan: str) -> dict[str,
 
 
 async def _watch(loaded: Project, names: list[str], every: float) -> dict[str, str]:
+    from remote.gpus import HOLDERS_S
+
     async with rig_of(loaded) as rig:
         while True:
             began = time.monotonic()
-            looks, failures = await look_at(rig, loaded, names, max_age=2.0)
+            looks, failures = await look_at(rig, loaded, names, max_age=HOLDERS_S)
             show(looks, failures, again=True)
             keep(loaded.root, looks)
             await asyncio.sleep(max(0.0, every - (time.monotonic() - began)))

@@ -4,6 +4,7 @@
  * may change the world under a running probe. One `key value` a line; `gpu` begins the next GPU:
  *
  *   driver 580.159.03 | nvml TEXT | cuda 13000 | init CODE (what nvmlInit returns) | hang SECONDS | lag MILLISECONDS
+ *   still 1 (do not look who holds: for measuring)
  *   gpu
  *   uuid TEXT | name TEXT | pci 00000000:00:06.0 | minor N | lost 1 | total, reserved, base BYTES | load, memload PERCENT
  *   power, limit MILLIWATT | temp, templimit C | clock, memclock, clockmax MHZ | throttle BITS | ecc, eccsum N
@@ -23,6 +24,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -43,7 +45,7 @@ typedef struct {
 static Gpu gpus[MAX];
 static int count, init_code;
 static char driver[80], nvml[80];
-static unsigned cuda, hang, lag;
+static unsigned cuda, hang, lag, still;
 /* what was seen to hold memory, to let it linger */
 static struct { int gpu, pid; u64 bytes, seen; } past[PROCS];
 static int pasts;
@@ -143,7 +145,11 @@ static void load(int world) {
     char path[4096], line[1024], key[64], value[512];
     dladdr((void *)load, &info);
     snprintf(path, sizeof path, "%s.scenario", info.dli_fname);
-    count = 0, init_code = 0, hang = 0, lag = 0, cuda = 0;
+    static struct stat last;
+    struct stat now;
+    if (still && !stat(path, &now) && now.st_ino == last.st_ino) return; /* replaced by rename when it changes */
+    if (stat(path, &last)) memset(&last, 0, sizeof last);
+    count = 0, init_code = 0, hang = 0, lag = 0, cuda = 0, still = 0;
     FILE *f = fopen(path, "r");
     if (!f) { init_code = 9; return; }
     Gpu *g = NULL;
@@ -160,7 +166,7 @@ static void load(int world) {
 #define TEXT(k, to) else if (!strcmp(key, k)) snprintf(to, sizeof to, "%.*s", (int)sizeof to - 1, value);
 #define NUMBER(k, to) else if (!strcmp(key, k)) to = n;
         TEXT("driver", driver) TEXT("nvml", nvml) NUMBER("cuda", cuda) NUMBER("init", init_code) NUMBER("hang", hang)
-        NUMBER("lag", lag)
+        NUMBER("lag", lag) NUMBER("still", still)
         else if (!g) continue;
         TEXT("uuid", g->uuid) TEXT("name", g->name) TEXT("pci", g->pci) NUMBER("minor", g->minor)
         NUMBER("lost", g->lost) NUMBER("total", g->total) NUMBER("reserved", g->reserved) NUMBER("base", g->base)
@@ -177,14 +183,14 @@ static void load(int world) {
         } else if (!strcmp(key, "proc")) {
             int pid;
             u64 bytes;
-            if (sscanf(value, "%d %llu", &pid, &bytes) == 2 && world && alive(pid)) add(count - 1, pid, bytes, 1);
+            if (sscanf(value, "%d %llu", &pid, &bytes) == 2 && (world || still) && alive(pid)) add(count - 1, pid, bytes, 1);
         } else if (!strcmp(key, "slice") && g->slices < 8) {
             Slice *s = &g->slice[g->slices];
             if (sscanf(value, "%95s %u %llu", s->uuid, &s->gi, &s->bytes) == 3) s->gpu = count - 1, g->slices++;
         }
     }
     fclose(f);
-    if (world) scan_world();
+    if (world && !still) scan_world();
     if (hang) sleep(hang);
 }
 
