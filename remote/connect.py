@@ -165,6 +165,8 @@ class Link(ABC):
                         channel.signal("TERM")
                     raise
                 finally:
+                    # Somebody looks at its end, or asyncio would complain on the screen that nobody did.
+                    work.add_done_callback(lambda done: done.cancelled() or done.exception())
                     work.cancel()
                     feeding.cancel()  # a command may end and leave its input unread
         except Lost as error:

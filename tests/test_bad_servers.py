@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import hashlib
 import os
 import time
@@ -87,6 +88,31 @@ async def test_a_session_that_does_not_begin_is_an_error_in_time(
             assert result.state == "unknown"
         server.fault = ""
         assert (await asyncio.wait_for(link.run(["echo", "back"]), 30)).stdout == b"back\n"
+
+
+@pytest.mark.parametrize("how", ["given up", "given up before its deadline", "lost", "too late"])
+async def test_an_end_in_the_middle_leaves_no_complaint_of_asyncio(box: rigs.Sshd, how: str) -> None:
+    """What asyncio has to complain about would land on the user's screen as a traceback."""
+    complaints: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context["message"]))
+    async with Rig(box.project(next(iter(box.users)))) as rig:
+        link = await rig.link("box")
+        began = asyncio.Event()
+        script, err = "echo up; exec sleep 1000", bytearray()
+        limit = {"too late": 0.5, "given up before its deadline": 60.0}.get(how)
+        run = link.stream(script=script, feed=b"x" * 100_000, out=lambda _: began.set(), err=err.extend, timeout=limit)
+        work = asyncio.ensure_future(run)
+        await asyncio.wait_for(began.wait(), 20)
+        if how.startswith("given up"):
+            work.cancel()
+        elif how == "lost":
+            box.cut()
+        (ended,) = await asyncio.gather(work, return_exceptions=True)
+        assert isinstance(ended, asyncio.CancelledError) or ended.state in ("unknown", "timeout")
+        del ended, work, run
+    gc.collect()
+    await asyncio.sleep(0)
+    assert complaints == []
 
 
 @pytest.mark.report(23)
