@@ -60,7 +60,8 @@ class SSHChannel(asyncssh.SSHClientSession[bytes]):
     def _begin(self) -> None:
         self.began = True
         with contextlib.suppress(OSError):
-            self._chan.write(self._line)
+            if self._line:
+                self._chan.write(self._line)
             if self._no_more:
                 self._chan.write_eof()
 

@@ -97,7 +97,7 @@ class Link(ABC):
     ) -> AsyncIterator[tuple[Channel, shell.Marker]]:
         """A channel for a conversation; the caller feeds what it reads through the marker."""
         line = shell.program(argv, script=script, env=env, cwd=cwd)
-        command, marker = shell.opening(self._direct(argv, line))
+        command, marker, line = shell.opening(line, direct=self._direct(argv, line), public=not env)
         async with self._open(command, line) as channel:
             yield channel, shell.Marker(marker)
 
@@ -136,7 +136,7 @@ class Link(ABC):
         """As `run`, but output goes to `out` and `err` while it comes and input may be an iterator. `bulk` says that it
         is much: behind jump hosts there is a faster way for that, which takes longer to begin."""
         line = shell.program(argv, script=script, env=env, cwd=cwd, timeout=timeout)
-        command, nonce = shell.opening(self._direct(argv, line))
+        command, nonce, line = shell.opening(line, direct=self._direct(argv, line), public=not env)
         markers = shell.Marker(nonce), shell.Marker(nonce)
         clock = asyncio.get_running_loop().time
         started = clock()
@@ -146,12 +146,12 @@ class Link(ABC):
                     _drain(channel.read, markers[0], out),
                     _drain(channel.read_error, markers[1], err),
                 )
-                feeding = asyncio.ensure_future(_feed(channel, feed))
+                feeding = None if feed == b"" else asyncio.ensure_future(_feed(channel, feed))
                 try:
                     # The far side's own deadline comes first; ours is for a far side that has stopped answering.
                     await asyncio.wait_for(work, None if timeout is None else timeout + ENDING)
                     code, signal_name = await asyncio.wait_for(channel.end(), None if timeout is None else ENDING)
-                    if feeding.done() and not feeding.cancelled() and (failed := feeding.exception()):
+                    if feeding and feeding.done() and not feeding.cancelled() and (failed := feeding.exception()):
                         raise failed
                 except TimeoutError:
                     for name in ("TERM", "KILL"):
@@ -168,7 +168,8 @@ class Link(ABC):
                     # Somebody looks at its end, or asyncio would complain on the screen that nobody did.
                     work.add_done_callback(lambda done: done.cancelled() or done.exception())
                     work.cancel()
-                    feeding.cancel()  # a command may end and leave its input unread
+                    if feeding:
+                        feeding.cancel()  # a command may end and leave its input unread
         except Lost as error:
             return Result("unknown", reason=f"the link was lost: {error}", host=self.name)
         if code is None and signal_name is None:

@@ -12,18 +12,17 @@ import contextlib
 import os
 import shlex
 import shutil
-import signal
-import socket
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import asyncssh
 
-from remote import hostkeys, identity, resolve
+from remote import hostkeys, identity, resolve, wire
 from remote.connect import backoff
 from remote.resolve import Resolved, Target
 from state.errors import UNREACHABLE, USAGE, RigbookError
@@ -36,9 +35,6 @@ CONNECT_S, LOGIN_S = 10.0, 20.0
 # whose first packets were lost waits 1, 3, 7 s between its own attempts.
 AGAIN_CONNECT_S, AGAIN_LOGIN_S = 2.5, 8.0
 KEEPALIVE_S, KEEPALIVE_TRIES = 4, 3  # a peer that is gone without a word is noticed within 16 s
-HAPPY_S = 0.25  # before the next address of a name is tried beside the first (RFC 8305)
-
-MSG_IGNORE = 2  # RFC 4253 §11.2
 
 Vouch = Callable[[], Awaitable[list[str]]]
 
@@ -233,20 +229,20 @@ class Dialer:
         try:
             with contextlib.ExitStack() as stack:
                 where: dict[str, Any] = {"tunnel": tunnel}
-                proxy: _Proxy | None = None
+                proxy: wire.Proxy | None = None
                 if tunnel is None and resolved.proxy_command:
-                    proxy = await _proxied(resolved.proxy_command)
+                    proxy = await wire.proxied(resolved.proxy_command)
                     stack.callback(proxy.end)
                     where = {"sock": proxy.socket}
                 elif tunnel is None:
-                    where = {"sock": await _tcp(resolved, connect_s)}
+                    where = {"sock": await wire.tcp(resolved, connect_s)}
                 try:
                     connection = await asyncssh.connect(
                         resolved.host,
                         resolved.port,
                         config=None,
                         **where,
-                        **_algorithms(resolved),
+                        **wire.algorithms(resolved),
                         server_host_key_algs=watcher.judge.algorithms(),
                         known_hosts=([], [], []),
                         client_factory=partial(_same, watcher),
@@ -259,7 +255,7 @@ class Dialer:
                         host_based_auth=False,
                         gss_auth=resolved.on("gssapiauthentication"),
                         gss_kex=False,
-                        pkcs11_provider=resolved.one("pkcs11provider"),
+                        pkcs11_provider=resolved.one("pkcs11provider") if find_spec("pkcs11") else None,
                         x509_trusted_certs=None,
                         x509_trusted_cert_paths=(),
                         tcp_keepalive=True,
@@ -272,7 +268,7 @@ class Dialer:
                     if proxy is not None:
                         raise ConnectionAbortedError(await proxy.said(str(error))) from error
                     raise
-                _without_ignored(connection)
+                wire.without_ignored(connection)
                 watcher.at_end = stack.pop_all().close  # the proxy lives as long as the connection
                 return connection
         except asyncssh.DisconnectError as error:
@@ -282,20 +278,6 @@ class Dialer:
             raise _refused(resolved, error, offer) from error
         finally:
             offer.close()
-
-
-def _without_ignored(connection: asyncssh.SSHClientConnection) -> None:
-    """asyncssh sends an empty packet before each one, against an attack on CBC ciphers. With the others it protects
-    nothing, and costs a system call and a wake-up of the server for every packet."""
-    if "cbc" in str(connection.get_extra_info("send_cipher")):
-        return
-    send = connection.send_packet
-
-    def send_packet(kind: int, *args: bytes, handler: Any = None) -> None:
-        if kind != MSG_IGNORE:
-            send(kind, *args, handler=handler)
-
-    connection.send_packet = send_packet  # type: ignore[method-assign, assignment]
 
 
 def _gone(task: asyncio.Task[Line]) -> bool:
@@ -308,138 +290,6 @@ async def _resolve(target: Target, config: Path | None) -> Resolved:
 
 def _same(watcher: hostkeys.Watcher) -> hostkeys.Watcher:
     return watcher
-
-
-# --- the wire -------------------------------------------------------------------------------------------------------
-
-
-async def _tcp(resolved: Resolved, seconds: float) -> socket.socket:
-    """A connected socket. A name with several addresses is tried at them in turn, a little apart."""
-    loop = asyncio.get_running_loop()
-    family = {"inet": socket.AF_INET, "inet6": socket.AF_INET6}.get(resolved.one("addressfamily") or "", 0)
-    try:
-        found = socket.getaddrinfo(
-            resolved.host, resolved.port, family, socket.SOCK_STREAM, 0, socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
-        )
-    except socket.gaierror:
-        found = await loop.getaddrinfo(resolved.host, resolved.port, family=family, type=socket.SOCK_STREAM)
-    bind = resolved.one("bindaddress")
-
-    async def one(place: int) -> socket.socket:
-        await asyncio.sleep(place * HAPPY_S)
-        kind, type_, protocol, _, address = found[place]
-        wire = socket.socket(kind, type_, protocol)
-        try:
-            wire.setblocking(False)
-            wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if bind:
-                wire.bind((bind, 0))
-            await loop.sock_connect(wire, address)
-        except BaseException:
-            wire.close()
-            raise
-        return wire
-
-    async with asyncio.timeout(seconds):
-        if len(found) == 1:
-            return await one(0)
-        tries = [asyncio.ensure_future(one(place)) for place in range(len(found))]
-        chosen: socket.socket | None = None
-        error: BaseException = OSError("no address")
-        try:
-            for done in asyncio.as_completed(tries):
-                try:
-                    chosen = await done
-                    return chosen
-                except OSError as failed:
-                    error = failed
-            raise error
-        finally:
-            for task in tries:
-                task.cancel()
-                if task.done() and not task.cancelled() and not task.exception() and task.result() is not chosen:
-                    task.result().close()
-
-
-class _Proxy:
-    """A running ProxyCommand, on a socket of its own, so that its bytes do not pass through Python twice."""
-
-    def __init__(self, process: asyncio.subprocess.Process, wire: socket.socket) -> None:
-        self.socket = wire
-        self._process = process
-        self._said = b""
-        self._listening = asyncio.ensure_future(self._listen())
-
-    async def _listen(self) -> None:
-        """Read what it complains about, or it would block at some point; the end is kept."""
-        assert self._process.stderr
-        while data := await self._process.stderr.read(4096):
-            self._said = (self._said + data)[-4096:]
-
-    async def said(self, otherwise: str) -> str:
-        """Its complaint, which is the reason; that the connection closed is only the result."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self._listening), 1.0)
-        return f"ProxyCommand: {self._said.decode('utf-8', 'replace').strip()[-300:] or otherwise}"
-
-    def end(self) -> None:
-        self.socket.close()
-        self._listening.cancel()
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGTERM)
-
-
-async def _proxied(command: str) -> _Proxy:
-    ours, theirs = socket.socketpair()
-    ours.setblocking(False)
-    try:
-        with theirs:
-            process = await asyncio.create_subprocess_exec(
-                "/bin/sh",
-                "-c",
-                f"exec {command}",
-                stdin=theirs.fileno(),
-                stdout=theirs.fileno(),
-                stderr=asyncio.subprocess.PIPE,
-                start_new_session=True,
-            )
-    except BaseException:
-        ours.close()
-        raise
-    return _Proxy(process, ours)
-
-
-def _algorithms(resolved: Resolved) -> dict[str, Any]:
-    """What the config asks for, as far as asyncssh knows it; AES-GCM first where it asks for nothing."""
-    from asyncssh.encryption import get_default_encryption_algs, get_encryption_algs
-    from asyncssh.kex import get_kex_algs
-    from asyncssh.mac import get_mac_algs
-    from asyncssh.public_key import get_certificate_algs, get_public_key_algs
-
-    usual = [name.decode() for name in get_default_encryption_algs()]
-    # asyncssh would ask for ChaCha20 first; with AES instructions GCM is half as fast again.
-    chosen: dict[str, Any] = {"encryption_algs": sorted(usual, key=lambda name: "-gcm@" not in name)}
-    for key, option, known in (
-        ("ciphers", "encryption_algs", get_encryption_algs),
-        ("kexalgorithms", "kex_algs", get_kex_algs),
-        ("macs", "mac_algs", get_mac_algs),
-        ("pubkeyacceptedalgorithms", "signature_algs", lambda: [*get_public_key_algs(), *get_certificate_algs()]),
-    ):
-        if wanted := resolved.names(key):
-            have = {name.decode() for name in known()}
-            if not (both := [name for name in wanted if name in have]):
-                raise RigbookError(
-                    "host.ssh-config",
-                    f"{key} of {resolved.target.host}: none of {', '.join(wanted)} is known here",
-                    exit_code=USAGE,
-                )
-            chosen[option] = both
-    if resolved.on("compression"):
-        chosen["compression_algs"] = ["zlib@openssh.com", "none"]
-    if preferred := resolved.names("preferredauthentications"):
-        chosen["preferred_auth"] = preferred
-    return chosen
 
 
 # --- sentences ------------------------------------------------------------------------------------------------------

@@ -223,6 +223,9 @@ def from_command(command: str, tokens: Mapping[str, str]) -> str:
     for word in shlex.split(command):
         for token, value in tokens.items():
             word = word.replace(f"%{token}", value)
+        if re.sub("%%", "", word).count("%"):
+            text = f"KnownHostsCommand {command}: what depends on the key that is shown (%K, %t, %f) is not filled in"
+            raise RigbookError("host.ssh-config", text, exit_code=USAGE)
         words.append(word.replace("%%", "%"))
     try:
         done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=10, check=False)

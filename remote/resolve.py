@@ -20,6 +20,7 @@ import socket
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 from state.errors import USAGE, RigbookError
@@ -32,6 +33,7 @@ _DYNAMIC = re.compile(
     r"^\s*(match\b.*\b(exec|localnetwork)\b|canonicalizehostname\s*=?\s*(yes|always))|\$\{", re.I | re.M
 )
 _INCLUDE = re.compile(r"^\s*include\s*=?\s*(.+?)\s*$", re.I | re.M)
+ASK_S = 20.0
 DEFAULT_KEYS = ("id_rsa", "id_ecdsa", "id_ecdsa_sk", "id_ed25519", "id_ed25519_sk", "id_xmss", "id_dsa")
 _OWN = {"host", "hostname", "user", "port", "loglevel"}  # always there, and fields of their own
 _SEVERAL = {"identityfile", "certificatefile", "sendenv", "setenv", "localforward", "remoteforward", "dynamicforward"}
@@ -154,13 +156,20 @@ def _asked(ssh: str, target: Target, config: Path | None) -> _Values:
         if all(_mark(path) == mark for path, mark in marks):
             return values
     options = ["-F", str(config)] if config else []
-    done = subprocess.run(
-        [ssh, "-v", *options, "-G", *target.words()],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        env={**os.environ, "LC_ALL": "C"},
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            [ssh, "-v", *options, "-G", *target.words()],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            env={**os.environ, "LC_ALL": "C"},
+            timeout=ASK_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        why = (
+            f"ssh -G did not end within {ASK_S:g} s: a `Match exec` that waits, or a name server that does not answer?"
+        )
+        raise _unusable(target, config, why) from None
     said = done.stderr.decode("utf-8", "surrogateescape").splitlines()
     if done.returncode:
         told = [line for line in said if not line.startswith(("debug1:", "OpenSSH_", "Pseudo-terminal"))]
@@ -311,6 +320,10 @@ def _notes(values: Mapping[str, tuple[str, ...]]) -> list[str]:
         found.append("NoHostAuthenticationForLocalhost is not followed: rigbook always checks host keys")
     if values.get("verifyhostkeydns", ("no",))[0] not in ("no", "false"):
         found.append("VerifyHostKeyDNS is not read: a key must be in a known_hosts file, or signed by a CA there")
+    if "pkcs11provider" in values and find_spec("pkcs11") is None:
+        found.append(
+            "PKCS11Provider needs the package python-pkcs11; without it, give the token to an agent (ssh-add -s)"
+        )
     if values.get("hostbasedauthentication", ("no",))[0] == "yes":
         found.append("HostbasedAuthentication is not tried")
     return found

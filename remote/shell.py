@@ -12,7 +12,8 @@ to all of them. What we run never shows in `ps`, so an environment with secrets 
 takes one byte at a time by definition, so the rest of stdin is untouched.
 
 Where the far side has told that its login shell is bash or a plain sh, a command (an argv; scripts are written for
-sh) is read by that shell itself: one program less to start. All that it ever sees is `exec` and quoted words.
+sh) is read by that shell itself: one program less to start. All that it ever sees is `exec` and quoted words. If no
+environment goes with it, it may stand in the route's argv, where its own argv would show anyway: one packet less.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from collections.abc import Mapping, Sequence
 
 from state.errors import USAGE, RigbookError
 
+PUBLIC_LIMIT = 4096  # bytes of a program in an argv
 LIKE_SH = {"bash", "sh", "dash", "ash"}
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+\Z")
@@ -91,12 +93,16 @@ def program(
     return line.encode("utf-8", "surrogateescape") + b"\n"
 
 
-def opening(direct: bool = False) -> tuple[str, bytes]:
-    """The constant command, and the word on the line before the command's own output. `direct`: without a second sh."""
+def opening(line: bytes, *, direct: bool = False, public: bool = False) -> tuple[str, bytes, bytes]:
+    """How a program begins: the route's command, the word on the line before its own output, the first line of stdin.
+
+    `direct`: the login shell itself may read the program; `public`: anybody there may see it."""
     nonce = "RB" + secrets.token_hex(8)
+    if direct and public and len(line) < PUBLIC_LIMIT:
+        return f"echo {nonce};echo {nonce} >&2;{line.decode().rstrip()}", nonce.encode(), b""
     read = f'echo {nonce} >&2;IFS= read -r s&&eval "$s"'
     command = f"echo {nonce};{read}" if direct else f"exec /bin/sh -c 'echo {nonce} \"$SHELL\";{read}'"
-    return command, nonce.encode()
+    return command, nonce.encode(), line
 
 
 class Marker:

@@ -182,3 +182,28 @@ async def test_an_ssh_config_that_cannot_be_used_is_told(tmp_path: Path, text: s
 def test_unknown_is_never_a_success() -> None:
     assert Result("unknown").code == 255 and not Result("unknown").ok
     assert Result("signaled", signal="TERM").code == 143
+
+
+async def test_only_what_is_public_stands_in_the_argv_of_the_login_shell(box: rigs.Sshd) -> None:
+    """Once the login shell is known to be bash, a command without an environment rides on the request itself."""
+    seen: list[tuple[str, bytes]] = []
+    async with Rig(box.project(next(iter(box.users)))) as rig:
+        link = await rig.link("box")
+        opened = link._open
+
+        def watched(command: str, line: bytes, **more: object) -> object:
+            seen.append((command, line))
+            return opened(command, line, **more)  # type: ignore[arg-type]
+
+        link._open = watched  # type: ignore[method-assign, assignment]
+        for env in ({}, {}, {"TOKEN": "hunter2"}):
+            result = await link.run(["sh", "-c", 'echo "[$TOKEN]" $0', "it's"], env=env)
+            assert result.stdout.decode() == f"[{env.get('TOKEN', '')}] it's\n"
+        await link.run(["printf", "%s", "é" * 9])
+        await link.run(["true", "x" * 9000])
+        await link.run(script="true")
+    first, public, secret, foreign, long, script = seen
+    assert public[1] == b"" and "it" in public[0]
+    for command, line in (first, secret, foreign, long, script):
+        assert line.endswith(b"\n") and len(command) < 200 and "hunter2" not in command
+    assert first[0].startswith("exec /bin/sh") and script[0].startswith("exec /bin/sh")
