@@ -89,8 +89,8 @@ EXPLAIN: dict[str, str] = {
     "from its size.",
     "job.file-reset": "Job files only grow. This one was replaced, cut or rewritten on its host while it was read.",
     "job.log-quota": "A job's log grew past its quota (8 GiB, or what the job was given). The job went on; of "
-    "the log the head and the newest half are kept and whole lines of the middle were dropped, where the file system can do that "
-    "(it cannot on old NFS and old ZFS: there the log goes on growing, and this says so).",
+    "the log the head and the newest half are kept and whole lines of the middle were dropped, where the file system "
+    "can do that (it cannot on old NFS and old ZFS: there the log goes on growing, and this says so).",
     "job.log-reset": "The log on the host was replaced, cut or rewritten by somebody. What was copied before is kept "
     "beside the new copy, under the name that the warning gives.",
     "job.no-package": "A source directory that was to travel with the job is not there.",

@@ -116,7 +116,7 @@ def group() -> Iterator[str]:
         pytest.skip("no control group can be made here")
     folder, _ = cgroup.make(f"{cgroup.PREFIX}lab-{os.getpid()}", None, None)
     assert folder
-    sleeper = subprocess.Popen(["sleep", "1000"], preexec_fn=lambda: cgroup.join(folder))
+    sleeper = subprocess.Popen(["sleep", "1000"], preexec_fn=lambda: cgroup.put(folder, os.getpid()))
     yield folder
     sleeper.kill()
     sleeper.wait()
@@ -137,7 +137,7 @@ def test_what_must_never_be_ended_is_refused(group: str, tmp_path: Path) -> None
     assert cgroup.populated(group), "nobody was hurt"
     # From inside it: as a job that stops itself.
     code = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\nfrom remote.probe import cgroup\n"
-    code += f"cgroup.join({group!r}); print(cgroup.guard({group!r}, {name!r}))"
+    code += f"import os; cgroup.put({group!r}, os.getpid()); print(cgroup.guard({group!r}, {name!r}))"
     inside = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert inside.stdout == "we run in it\n"
     assert cgroup.guard(group, name) is None and cgroup.kill(group, name) is None

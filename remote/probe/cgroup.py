@@ -70,8 +70,21 @@ def make(name: str, memory: Optional[int], tasks: Optional[int]) -> Tuple[Option
     return folder, kept
 
 
-def join(folder: str) -> bool:
-    return _write(os.path.join(folder, "cgroup.procs"), str(os.getpid()))
+def kept_around(memory: Optional[int], tasks: Optional[int]) -> List[str]:
+    """Which caps the group that we ourselves are in keeps already: systemd gave them to our unit."""
+    own = of("self") or ""
+    found = []
+    for file, value, word in (("memory.max", memory, "memory"), ("pids.max", tasks, "tasks")):
+        with contextlib.suppress(OSError, ValueError):
+            with open(os.path.join(own, file)) as opened:
+                if value is not None and int(opened.read()) <= value:
+                    found.append(word)
+    return found
+
+
+def put(folder: str, pid: int) -> bool:
+    """Move a process into the group."""
+    return _write(os.path.join(folder, "cgroup.procs"), str(pid))
 
 
 def guard(folder: str, name: str) -> Optional[str]:

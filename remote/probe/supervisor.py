@@ -166,9 +166,14 @@ def supervise(directory: str, lock: int, tell: Optional[int]) -> None:
     failed, say_failed = os.pipe()
     main = os.fork()
     if main == 0:
-        become_job(directory, spec, group, gate, open_gate, say_failed)
+        become_job(directory, spec, gate, open_gate, say_failed)
     os.close(gate)
     os.close(say_failed)
+    if group is not None and not cgroup.put(group, main):
+        group, kept = None, []  # then we keep the caps ourselves
+    if tell is None:
+        tasks = spec.get("tasks_max")
+        kept += cgroup.kept_around(spec.get("memory_max"), None if tasks is None else tasks + unit.OUR_TASKS)
     spare_us()
     identity = procs.stat(main)
     own = procs.stat(os.getpid())
@@ -248,17 +253,13 @@ def become_subreaper() -> bool:
         return False  # a Python without ctypes: the sweep then sees only what kept its parents
 
 
-def become_job(
-    directory: str, spec: Dict[str, Any], group: Optional[str], gate: int, open_gate: int, say_failed: int
-) -> None:
+def become_job(directory: str, spec: Dict[str, Any], gate: int, open_gate: int, say_failed: int) -> None:
     """In the child: wait for the gate, then become the job's main process. Never returns."""
     try:
         os.close(open_gate)
         os.setpgid(0, 0)
         if os.read(gate, 1) != b"g":
             os._exit(125)  # the supervisor died before it could record us
-        if group is not None:
-            cgroup.join(group)
         environment = jobdir.read_json(os.path.join(directory, "environment.json")) or dict(os.environ)
         argv = [word.replace("{job}", directory) for word in spec["argv"]]
         extra = {name: value.replace("{job}", directory) for name, value in spec.get("env", {}).items()}
@@ -346,6 +347,7 @@ class Watch:
         with contextlib.suppress(OSError):
             self.log.look()
         if self.memory is not None or self.tasks is not None:
-            self.why = caps.over([pid for pid, _ in ending.living(self.group)], self.memory, self.tasks)
+            pids = cgroup.members(self.group) if self.group else procs.descendants(os.getpid())
+            self.why = caps.over(pids, self.memory, self.tasks)
             if self.why:
                 self.over = "tasks" if "threads" in self.why else "memory"

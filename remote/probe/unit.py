@@ -17,6 +17,7 @@ from typing import Any, Dict, List, Optional
 from remote.probe import cgroup, jobdir
 
 START_S = 30.0
+OUR_TASKS = 8  # the supervisor's own, which count in its unit
 
 
 def name(directory: str) -> str:
@@ -66,7 +67,7 @@ def start(directory: str, spec: Dict[str, Any], how: List[str]) -> bool:
         # One process of many may be killed for memory and the job go on: its exit code tells, and we see it.
         "OOMPolicy": "continue",
         "Delegate": "yes",
-        "TasksMax": "infinity" if spec.get("tasks_max") is None else str(spec["tasks_max"] + 8),
+        "TasksMax": "infinity" if spec.get("tasks_max") is None else str(spec["tasks_max"] + OUR_TASKS),
         "ExecStopPost": " ".join(map(_word, [*run, "post", directory])),
     }
     if spec.get("memory_max") is not None:
