@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from remote.connect import Link
-from remote.gpus import OVERHEAD, known, used_by
+from remote.gpus import OVERHEAD, adopted, known, used_by
 from remote.jobs import jobs_dir
 from remote.probe import ship
 from remote.probe.client import Probe
@@ -211,6 +211,7 @@ async def scan(probe: Probe, jobs: str, interpreters: Sequence[str]) -> dict[str
     if seen["nvml"]["state"] == "no-module":
         await probe.call("nvml_load", source=ship.pynvml())
         seen = await probe.call("holders", jobs=jobs, interpreters=list(interpreters))
+    seen["nvml"]["gpus"] = adopted(seen["nvml"]["gpus"], seen["processes"])
     return seen
 
 
@@ -222,16 +223,16 @@ def _before(items: tuple[Item, ...], seen: Mapping[str, Any]) -> tuple[GpuBefore
         if shares:
             held = sum(share or 0 for share in shares)
             whole = None if None in shares else held
-            found.append(GpuBefore(uuid, known(gpu["memory"]["used"]), whole, _others(gpu, items)))
+            found.append(GpuBefore(uuid, known(gpu["memory"]["used"]), whole, _others(gpu, items, seen)))
     return tuple(found)
 
 
-def _others(gpu: Mapping[str, Any], items: Iterable[Item]) -> int | None:
-    """Bytes of everybody but the items; None when the driver does not tell."""
-    pids = {item.pid for item in items}
+def _others(gpu: Mapping[str, Any], items: Iterable[Item], seen: Mapping[str, Any]) -> int | None:
+    """Bytes of everybody else who is there; None when the driver does not tell. Whom only NVML knows is nobody."""
+    pids = {entry["pid"] for entry in seen["processes"]} - {item.pid for item in items}
     if not isinstance(gpu.get("processes"), list):
         return None
-    shares = [known(entry["used"]) for entry in gpu["processes"] if entry["pid"] not in pids]
+    shares = [known(entry["used"]) for entry in gpu["processes"] if entry["pid"] in pids]
     return None if None in shares else sum(shares)
 
 
@@ -358,7 +359,7 @@ def _prove(gpus: dict[str, dict[str, Any]], what: Plan, after: Mapping[str, Any]
         gpu = now.get(before.uuid)
         record = gpus.setdefault(before.uuid, {"uuid": before.uuid, "free": False, "seconds": None})
         used = known(gpu["memory"]["used"]) if gpu and "memory" in gpu else None
-        others = _others(gpu, still) if gpu else None
+        others = _others(gpu, still, after) if gpu else None
         listed = gpu is not None and any(used_by(item.pid, [gpu]) for item in still)
         record.update(used_before=before.used, used_after=used, held=before.held, others_after=others)
         if used is None or listed:

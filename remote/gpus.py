@@ -178,11 +178,11 @@ def read(host: str, seen: Mapping[str, Any]) -> Look:
     """What the probe saw, as the map. Pure."""
     from remote import gpu_map
 
-    nvml = seen["nvml"]
-    listed = [entry for gpu in nvml["gpus"] for entry in _listed(gpu)]
     holders = seen["holders"]
+    nvml = {**seen["nvml"], "gpus": adopted(seen["nvml"]["gpus"], holders["processes"])}
+    listed = [entry for gpu in nvml["gpus"] for entry in _listed(gpu)]
     # Our own probes have NVML open and hold nothing: they are no holders.
-    found = [p for p in holders["processes"] if "RIGBOOK_PROBE" not in p["markers"]]
+    found = [p for p in holders["processes"] if not _looks(p)]
     looking = {p["pid"] for p in holders["processes"]} - {p["pid"] for p in found}
     people = {p["pid"]: _holder(host, p, nvml["gpus"]) for p in found}
     for entry in listed:
@@ -215,6 +215,36 @@ def _listed(gpu: Mapping[str, Any]) -> list[dict[str, Any]]:
     return found if isinstance(found, list) else []
 
 
+def adopted(gpus: list[dict[str, Any]], processes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """NVML's lists with the dead replaced by their heirs. NVML goes on naming the process that opened a context when it
+    is long gone (`[Not Found]`), while a forked child keeps its files, and with them the memory. The heir is a process
+    that has the GPU open, is not listed itself, and whose group or session the dead one led; or the only such one."""
+    there = {p["pid"] for p in processes}
+    out = []
+    for gpu in gpus:
+        own = {entry["pid"] for entry in _listed(gpu)}
+        if own <= there:
+            out.append(gpu)
+            continue
+        minor = known(gpu.get("minor"))
+        silent = [p for p in processes if minor in p["gpus"] and p["pid"] not in own and not _looks(p)]
+        entries = []
+        for entry in _listed(gpu):
+            heirs = [p for p in silent if entry["pid"] in (p["pgrp"], p["session"])]
+            heirs = heirs or (silent if len(silent) == 1 else [])
+            if entry["pid"] not in there and heirs:
+                heir = min(heirs, key=lambda p: p["starttime"])
+                entry = {**entry, "pid": heir["pid"], "opener": entry["pid"]}
+            entries.append(entry)
+        out.append({**gpu, "processes": entries})
+    return out
+
+
+def _looks(p: Mapping[str, Any]) -> bool:
+    """A probe of ours has NVML open, and holds nothing."""
+    return "RIGBOOK_PROBE" in p["markers"]
+
+
 def _owner(p: Mapping[str, Any]) -> str:
     guest = p["guest"]
     if not guest:
@@ -225,6 +255,8 @@ def _owner(p: Mapping[str, Any]) -> str:
 def _holder(host: str, p: Mapping[str, Any], gpus: list[dict[str, Any]]) -> Holder:
     owner = _owner(p)
     inner = GuestPid(owner, p["nspid"][-1]) if len(p["nspid"]) > 1 else None
+    openers = sorted({entry["opener"] for gpu in gpus for entry in _listed(gpu) if _heir(entry, p["pid"])})
+    inherited = f"; it keeps what pid {openers[0]} opened, which is gone" if openers else ""
     worst = next((state for state in "DRTtSIZ" if p["threads"].get(state)), p["state"])
     return Holder(
         pid=HostPid(host, p["pid"]),
@@ -232,7 +264,7 @@ def _holder(host: str, p: Mapping[str, Any], gpus: list[dict[str, Any]]) -> Hold
         starttime=p["starttime"],
         boot_id=p["boot_id"],
         kind=p["class"],
-        why=p["why"],
+        why=p["why"] + inherited,
         owner=owner,
         run=p["run"],
         job=p["job_id"],
@@ -243,6 +275,10 @@ def _holder(host: str, p: Mapping[str, Any], gpus: list[dict[str, Any]]) -> Hold
         waits=tuple(f"{thread['wchan']} for {thread['seconds']:.0f} s" for thread in p["stuck"]),
         started=p["started"],
     )
+
+
+def _heir(entry: Mapping[str, Any], pid: int) -> bool:
+    return entry["pid"] == pid and "opener" in entry
 
 
 def used_by(pid: int, gpus: list[dict[str, Any]]) -> dict[str, int | None]:

@@ -60,7 +60,7 @@ def process(pid: int, **more: Any) -> dict[str, Any]:
     given: dict[str, Any] = {
         "pid": pid, "starttime": 100 + pid, "boot_id": "b", "nspid": [pid], "guest": None, "class": "foreign",
         "why": "", "run": "", "job_id": "", "command": f"p{pid}", "state": "S", "threads": {"S": 1}, "stuck": [],
-        "started": None, "nodes": {}, "gpus": [], "markers": {},
+        "started": None, "nodes": {}, "gpus": [], "markers": {}, "pgrp": pid, "session": pid,
     }  # fmt: skip
     return {**given, **more}
 

@@ -339,3 +339,30 @@ def test_the_json_is_what_the_page_says(machine: Machine) -> None:
     assert set(document) == {"hosts", "unreachable"}
     assert (told["HOST"], told["GPU"]) == (set(host), set(gpu))
     assert told["HOLDER"] == set(gpu["holders"][0])
+
+
+async def test_the_heir_of_a_dead_opener_gets_its_memory() -> None:
+    """Seen on an H200: NVML goes on naming the dead opener ([Not Found]), the forked child keeps 1,542 MiB."""
+    with gpu_machine([fake_gpu(0, base=9 * MIB)]) as machine:
+        python = machine.interpreter()
+        project = machine.project(ORPHANS.format(python=python))
+        opener = 4000
+        env = {"FAKE_VRAM": f"0:{1542 * MIB}", "FAKE_VRAM_OPENER": str(opener)}
+        pool = machine.pool(1, "/dev/nvidia0", program=python, env=env)
+        machine.kill(pool.launcher)
+        (child,) = pool.workers
+        bystander = machine.hold("/dev/nvidia0", env={"FAKE_VRAM": f"0:{3 * MIB}"})
+        look = await look_at(machine)
+        holders = {holder.pid.pid: holder for holder in look.gpus[0].holders}
+        assert set(holders) == {child, bystander}
+        assert holders[child].used == {look.gpus[0].uuid: 1542 * MIB} and f"pid {opener} opened" in holders[child].why
+        link = machine.link()
+        try:
+            plan = await cleanup.plan(link, interpreters=gpus.interpreters(project, "here"))
+            assert [item.pid for item in plan.items] == [child]
+            (gpu,) = plan.gpus
+            assert (gpu.held, gpu.others) == (1542 * MIB, 3 * MIB)
+            outcome = await cleanup.apply(link, plan, grace=2)
+            assert outcome.verified and outcome.gpus[0]["used_after"] == 12 * MIB
+        finally:
+            await link.aclose()

@@ -14,7 +14,8 @@
  *   slice UUID GI BYTES (a MIG instance)
  *
  * Who holds memory is read from the world: a process with FAKE_VRAM=INDEX:BYTES,… in its environment holds that much
- * while it has /dev/nvidiaMINOR open (a zombie has nothing open), FAKE_VRAM_SILENT: without being listed. As with the real driver, only
+ * while it has /dev/nvidiaMINOR open (a zombie has nothing open), FAKE_VRAM_SILENT: without being listed,
+ * FAKE_VRAM_OPENER=PID: listed as that process, which may be gone. As with the real driver, only
  * processes of the caller's pid namespace are seen, with that namespace's numbers. `lag`: memory comes back late.
  */
 #define _GNU_SOURCE
@@ -31,7 +32,7 @@
 #define MAX 16
 #define PROCS 512
 typedef unsigned long long u64;
-typedef struct { int pid; u64 bytes; int listed; } Proc;
+typedef struct { int pid; u64 bytes; int listed; } Proc; /* listed: the pid that is told, or 0 */
 typedef struct { char uuid[96]; unsigned gi; u64 bytes; int gpu; } Slice;
 typedef struct {
     char uuid[96], name[96], pci[32], error[16][64];
@@ -105,10 +106,11 @@ static void scan_world(void) {
         fclose(f);
         text[n] = 0;
         char *what = NULL;
-        int listed = 1;
+        int listed = pid;
         for (char *at = text; at < text + n; at += strlen(at) + 1) {
             if (!strncmp(at, "FAKE_VRAM=", 10)) what = at + 10;
             if (!strncmp(at, "FAKE_VRAM_SILENT=", 17)) listed = 0;
+            if (!strncmp(at, "FAKE_VRAM_OPENER=", 17)) listed = atoi(at + 17);
         }
         if (!what) continue;
         if (!alive(pid)) continue;
@@ -183,7 +185,7 @@ static void load(int world) {
         } else if (!strcmp(key, "proc")) {
             int pid;
             u64 bytes;
-            if (sscanf(value, "%d %llu", &pid, &bytes) == 2 && (world || still) && alive(pid)) add(count - 1, pid, bytes, 1);
+            if (sscanf(value, "%d %llu", &pid, &bytes) == 2 && (world || still) && alive(pid)) add(count - 1, pid, bytes, pid);
         } else if (!strcmp(key, "slice") && g->slices < 8) {
             Slice *s = &g->slice[g->slices];
             if (sscanf(value, "%95s %u %llu", s->uuid, &s->gi, &s->bytes) == 3) s->gpu = count - 1, g->slices++;
@@ -312,13 +314,13 @@ typedef struct { unsigned pid; u64 used; unsigned gi, ci; } Info;
 int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned *n, Info *to) {
     CHECK(1)
     unsigned have = 0, room = *n;
-    for (int i = 0; i < g->procs; i++) have += g->proc[i].listed;
+    for (int i = 0; i < g->procs; i++) have += g->proc[i].listed != 0;
     *n = have;
     if (have > room || (!to && have)) return 7;
     have = 0;
     for (int i = 0; to && i < g->procs; i++)
         if (g->proc[i].listed) {
-            to[have].pid = (unsigned)g->proc[i].pid, to[have].used = g->proc[i].bytes;
+            to[have].pid = (unsigned)g->proc[i].listed, to[have].used = g->proc[i].bytes;
             to[have].gi = to[have].ci = 0xFFFFFFFF;
             have++;
         }
