@@ -73,6 +73,7 @@ class Dialer:
     def __init__(self, pins: Path, *, accept_new: bool = False) -> None:
         self._pins = pins
         self._accept_new = accept_new
+        self._ask_first: set[str] = set()  # guests whose host can tell their keys: that comes before taking a new one
         self._gates: dict[tuple[str, int], Gate] = defaultdict(Gate)
         self._hops: dict[tuple[object, ...], asyncio.Task[Line]] = {}
 
@@ -89,15 +90,20 @@ class Dialer:
         """Connected and logged in. `again`: it answered before. `vouch` tells a machine's keys over a trusted way."""
         try:
             resolved = await _resolve(target, config)
+            if vouch is not None:
+                self._ask_first.add(name)
             try:
                 return await self._line(name, resolved, again=again)
             except RigbookError as error:
                 # A jump host's key is not this guest's.
                 if error.id != "host.key-unknown" or vouch is None or "jump host" in error.message:
                     raise
-                if not (keys := await vouch()):
+                keys = await vouch()
+                self._ask_first.discard(name)
+                if keys:
+                    hostkeys.pin(self._pins, name, 22, *keys)
+                elif not self._accept_new:
                     raise
-                hostkeys.pin(self._pins, name, 22, *keys)
                 return await self._line(name, resolved, again=again)
         except RigbookError as error:
             error.host = error.host or name
@@ -161,6 +167,7 @@ class Dialer:
                     return await self._login("", resolved, through.connection, "", again)
                 return await self._line("", resolved, again=again, trail=(*trail, hop))
 
+            self._hops = {known: hop for known, hop in self._hops.items() if not (hop.done() and _gone(hop))}
             task = self._hops[key] = asyncio.ensure_future(make())
         try:
             return await asyncio.shield(task)
@@ -210,8 +217,9 @@ class Dialer:
             tokens = {"H": f"[{host}]:{port}" if port != 22 else host, "h": resolved.host, "p": str(resolved.port),
                       "r": resolved.user, "n": resolved.target.host, "I": "HOSTNAME"}  # fmt: skip
             lines = await asyncio.to_thread(hostkeys.from_command, resolved.known_hosts_command, tokens)
+        accept_new = self._accept_new and name not in self._ask_first
         return hostkeys.Judge(
-            resolved.where(), self._pins, name, resolved.known_hosts, resolved.revoked, lines, self._accept_new
+            resolved.where(), self._pins, name, resolved.known_hosts, resolved.revoked, lines, accept_new
         )
 
     async def _connect(

@@ -10,6 +10,7 @@ import os
 import pty
 import select
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -122,6 +123,45 @@ async def test_the_key_of_a_jump_host_is_checked_as_well(box: rigs.Sshd) -> None
     text = f"Host j1\n  UserKnownHostsFile {empty}\n  HostKeyAlias jumper\nHost box\n  ProxyJump j1\n"
     error = await error_of(written(box, text))
     assert error.id == "host.key-unknown" and "jump host j1" in error.message and "jumper" in error.message
+
+
+async def test_trust_covers_the_jump_hosts_on_the_way(box: rigs.Sshd) -> None:
+    nobody = box.root / "nobody too"
+    nobody.write_text("")
+    alone = f'  UserKnownHostsFile "{nobody}"\n'
+    written(box, f"Host j1\n{alone}  HostKeyAlias jumper\nHost box\n{alone}  ProxyJump j1\n")
+    file_of(box.root, '[hosts.box]\nkind = "linux"\nssh = "box"\n')
+    command = [sys.executable, "-m", "tui.cli.main", "-C", str(box.root)]
+
+    def run(*words: str) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run([*command, *words], capture_output=True, stdin=subprocess.DEVNULL, timeout=60)
+
+    assert run("exec", "box", "--", "true").returncode == 255
+    done = run("hosts", "trust", "box", "--accept-new")
+    assert done.returncode == 0, done.stderr
+    pins = box.root / ".rigbook" / "known_hosts"
+    assert [line.split()[0] for line in pins.read_text().splitlines()] == ["jumper", "box"]
+    assert run("exec", "box", "--", "true").returncode == 0
+    pins.unlink()
+
+
+async def test_a_name_with_several_addresses_is_tried_at_all(box: rigs.Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is silent (reserved for documents), at one nobody listens, at the last there is a server."""
+    usual = socket.getaddrinfo
+    places = [("192.0.2.1", box.port), ("127.0.0.1", rigs.free_port()), ("127.0.0.1", box.port)]
+
+    def several(host: str, *more: object, **named: object) -> object:
+        if host != "three.example":
+            return usual(host, *more, **named)  # type: ignore[call-overload]
+        if more[-1]:  # asked whether it is a number
+            raise socket.gaierror("no number")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", place) for place in places]
+
+    monkeypatch.setattr(socket, "getaddrinfo", several)
+    text = f"Host box\n  HostName three.example\n  HostKeyAlias [127.0.0.1]:{box.port}\n"
+    began = time.monotonic()
+    assert await far(written(box, text), "id", "-un") == account(box)
+    assert time.monotonic() - began < dial.CONNECT_S
 
 
 async def test_jumps_in_a_circle_end(box: rigs.Sshd) -> None:
