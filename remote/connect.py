@@ -186,8 +186,10 @@ class Link(ABC):
         return Result("exited", code, host=self.name)
 
     def _direct(self, argv: Sequence[str] | None, line: bytes) -> bool:
-        """Whether the login shell itself may read the program: it saves starting another one. Scripts are for sh."""
-        return argv is not None and line.isascii() and self._login_shell.rpartition("/")[2] in shell.LIKE_SH
+        """Whether the login shell itself may read the program: it saves starting another one. Scripts are for sh, and
+        anything before `exec` too: its start-up file may have functions by the names of cd or timeout."""
+        plain = argv is not None and line.startswith(b"exec ") and line.isascii()
+        return plain and self._login_shell.rpartition("/")[2] in shell.LIKE_SH
 
     def _no_shell(self, code: int | None, noise: str) -> RigbookError:
         """The error for a way in that ended before our command began."""

@@ -97,6 +97,17 @@ async def test_environment_directory_and_both_outputs(where: tuple[Project, str]
         assert (await link.run(["pwd"], cwd="/no/such/place")).exit == 125
 
 
+async def test_functions_of_the_login_shell_are_not_called(where: tuple[Project, str]) -> None:
+    """The second command goes a shorter way than the first, which told what the login shell is."""
+    async with Rig(where[0]) as rig:
+        link = await rig.link(where[1])
+        for _ in range(2):
+            result = await link.run(["env"], cwd="/usr", env={"A": "b"}, timeout=30)
+            said = result.text().splitlines()
+            assert result.ok and "A=b" in said and "PWD=/usr" in said and not [x for x in said if "was called" in x]
+        assert (await link.run(["true"])).stdout == b""
+
+
 async def test_a_deadline_stops_the_far_process(where: tuple[Project, str]) -> None:
     async with Rig(where[0]) as rig:
         link = await rig.link(where[1])

@@ -23,10 +23,14 @@ from remote import demo_rig
 from state.project import Project, loads
 
 NOISE = "printf 'Welcome to the machine\\n\\377\\n'\nprintf 'and its complaints\\n' >&2\n"
+BASH_NOISE = NOISE + "".join(  # as people have them: functions by the names of commands
+    f'{name}() {{ echo {name} was called; builtin {name} "$@" 2>/dev/null || command {name} "$@"; }}\n'
+    for name in ("cd", "timeout", "export")
+)
 CSH_NOISE = "printf 'Welcome to the machine\\n\\377\\n'\nsh -c \"printf 'and its complaints\\n' >&2\"\n"
 # user -> (login shell, start-up file that is read for every command, what it holds)
 SHELLS = {
-    "rbbash": ("bash", ".bashrc", NOISE),
+    "rbbash": ("bash", ".bashrc", BASH_NOISE),
     "rbzsh": ("zsh", ".zshenv", NOISE),
     "rbfish": ("fish", ".config/fish/config.fish", NOISE),
     "rbcsh": ("tcsh", ".cshrc", CSH_NOISE),
