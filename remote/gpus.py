@@ -61,7 +61,8 @@ class Holder:
     nodes: tuple[str, ...]  # device files held open
     waits: tuple[str, ...]  # what its uninterruptible threads wait on
     started: float | None
-    seen: bool = True  # False: NVML names it, /proc does not have it
+    uid: int | None = None
+    guest_uid: int | None = None  # inside an unprivileged container, whose root is 100000 outside
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -80,6 +81,8 @@ class Holder:
             "nodes": list(self.nodes),
             "waits": list(self.waits),
             "started": self.started,
+            "uid": self.uid,
+            "guest_uid": self.guest_uid,
         }
 
 
@@ -136,6 +139,7 @@ class Look:
     gpus: tuple[Gpu, ...]
     warnings: tuple[tuple[str, str], ...] = ()  # (check id, message)
     xid: tuple[Mapping[str, Any], ...] | None = None
+    services: Mapping[str, int | None] = field(default_factory=dict)  # persistenced, fabricmanager, mps -> pid
     cost: Mapping[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -149,6 +153,7 @@ class Look:
             "gpus": [gpu.to_dict() for gpu in self.gpus],
             "warnings": [{"check": check, "message": message} for check, message in self.warnings],
             "xid": None if self.xid is None else [dict(entry) for entry in self.xid],
+            "services": dict(self.services),
             "cost": dict(self.cost),
         }
 
@@ -206,6 +211,7 @@ def read(host: str, seen: Mapping[str, Any]) -> Look:
         gpus=tuple(gpus),
         warnings=tuple(gpu_map.warnings(seen, gpus)),
         xid=None if seen.get("xid") is None else tuple(seen["xid"]),
+        services=seen["services"],
         cost={"seconds": seen["seconds"], "cpu_seconds": seen["cpu_seconds"], "nvml": nvml.get("seconds", 0.0)},
     )
 
@@ -274,6 +280,8 @@ def _holder(host: str, p: Mapping[str, Any], gpus: list[dict[str, Any]]) -> Hold
         nodes=tuple(sorted(p["nodes"])),
         waits=tuple(f"{thread['wchan']} for {thread['seconds']:.0f} s" for thread in p["stuck"]),
         started=p["started"],
+        uid=p["uid"],
+        guest_uid=p["guest_uid"],
     )
 
 
@@ -299,7 +307,7 @@ def _unseen(host: str, pid: int, gpus: list[dict[str, Any]]) -> Holder:
     """NVML lists it, /proc has no such process: its opener died, and somebody who has its files lives on."""
     why = "NVML names it, and no such process is to be seen: what it opened is still held by another"
     used = used_by(pid, gpus)
-    return Holder(HostPid(host, pid), None, 0, "", "unattributed", why, "?", "", "", "", "?", used, (), (), None, False)
+    return Holder(HostPid(host, pid), None, 0, "", "unattributed", why, "?", "", "", "", "?", used, (), (), None)
 
 
 def _inside(holders: Mapping[str, Any]) -> str:
@@ -373,7 +381,7 @@ def _reason(
         return f"held open by pid {pids}, which NVML does not list: inherited from a process that has ended"
     if partial:
         return partial
-    if any("mps" in holder.command for holder in holders):
+    if any("nvidia-cuda-mps" in holder.command for holder in holders):
         return "clients of MPS: the memory belongs to its server"
     return "a process that we cannot see: of another container, or seconds from its end"
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from remote import gpu_map, gpus
-from remote.probe import holders, pve
+import pytest
+
+from remote import gpu_checks, gpu_history, gpu_map, gpus
+from remote.probe import gpulook, holders, pve
 from state.project import loads
 
 CT = """#a description that says hostpci0: 0000:06:00.0
@@ -60,7 +63,7 @@ def process(pid: int, **more: Any) -> dict[str, Any]:
     given: dict[str, Any] = {
         "pid": pid, "starttime": 100 + pid, "boot_id": "b", "nspid": [pid], "guest": None, "class": "foreign",
         "why": "", "run": "", "job_id": "", "command": f"p{pid}", "state": "S", "threads": {"S": 1}, "stuck": [],
-        "started": None, "nodes": {}, "gpus": [], "markers": {}, "pgrp": pid, "session": pid,
+        "started": None, "nodes": {}, "gpus": [], "markers": {}, "pgrp": pid, "session": pid, "uid": 0, "guest_uid": 0,
     }  # fmt: skip
     return {**given, **more}
 
@@ -83,6 +86,7 @@ def seen(processes: list[dict[str, Any]], guests: list[dict[str, Any]] | None, l
         "pci": pci,
         "xid": [],
         "guests": guests,
+        "services": {},
         "at": 1.0,
         "seconds": 0.0,
         "cpu_seconds": 0.0,
@@ -156,3 +160,45 @@ def test_cgroup_paths_name_their_guests() -> None:
     assert holders.unit("/lxc/101/ns/system.slice/train.service") == "train.service"
     assert holders.unit("/user.slice/user-0.slice/user@0.service/app.slice/x.service") == "x.service"
     assert holders.unit("/system.slice/ssh.service") is None and holders.unit("/lxc/101/ns") is None
+
+
+def test_xid_lines_are_read_once_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "kmsg"
+    log.write_text(
+        "6,1,1000000,-;Linux version 6\n"
+        "3,812,5000000,-;NVRM: Xid (PCI:0000:06:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.\n"
+        "3,813,6000000,-;NVRM: Xid (0000:07:00): 13, Graphics Exception\n"
+    )
+    monkeypatch.setattr(gpulook, "_kmsg", -1)
+    monkeypatch.setattr(gpulook, "_lines", [])
+    # The kernel gives a record a read; of a file one read gives all of it.
+    reads = [line.encode() for line in log.read_text().splitlines()]
+    monkeypatch.setattr(gpulook.os, "read", lambda *_: reads.pop(0) if reads else b"")
+    for _ in range(2):
+        found = gpulook.xid(str(log)) or []
+        assert [(entry["pci"], entry["xid"], entry["uptime"]) for entry in found] == [
+            ("0000:06:00.0", 79, 5.0),
+            ("0000:07:00.0", 13, 6.0),
+        ]
+    monkeypatch.setattr(gpulook, "_kmsg", -1)
+    assert gpulook.xid(str(tmp_path / "none")) is None
+    look = gpus.read("pve", {**seen([], None), "xid": found})
+    history = gpu_history.History(tmp_path)
+    begun = history.begun("pve", gpu_checks.findings(look))
+    assert [finding.check.id for finding in begun] == ["gpu.xid", "gpu.xid"]
+    assert not history.begun("pve", gpu_checks.findings(gpus.read("pve", seen([], None))))
+    assert not history.begun("pve", gpu_checks.findings(look)), "what the log still says is no news"
+
+
+def test_the_ring_drops_its_older_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_history, "LIMIT", 4000)
+    history = gpu_history.History(tmp_path)
+    for at in range(100):
+        history.add(replace(gpus.read("pve", seen([], None)), at=float(at)))
+    rows = history.since("pve", 0.0)
+    assert (tmp_path / ".rigbook/gpus/pve.jsonl").stat().st_size <= 4400
+    assert rows[-1]["at"] == 99.0 and [row["at"] for row in rows] == [float(at) for at in range(100 - len(rows), 100)]
+    with (tmp_path / ".rigbook/gpus/pve.jsonl").open("ab") as file:
+        file.write(b'{"at": 100, "sta')  # as a crash leaves it
+    history.add(replace(gpus.read("pve", seen([], None)), at=101.0))
+    assert history.since("pve", 98.0)[0]["at"] == 98.0

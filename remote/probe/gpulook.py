@@ -39,10 +39,25 @@ def look(
         "pci": pci(),
         "xid": xid() if events else None,
         "guests": _guests(began),
+        "services": services(),
         "at": time.time(),
         "seconds": round(time.monotonic() - began, 6),
         "cpu_seconds": round(time.process_time() - used, 6),
     }
+
+
+# By the 15 characters that the kernel keeps of a name.
+SERVICES = {"nvidia-persiste": "persistenced", "nv-fabricmanage": "fabricmanager", "nvidia-cuda-mps": "mps"}
+
+
+def services() -> Dict[str, Optional[int]]:
+    """NVIDIA's own services, by pid: what keeps a driver loaded, NVSwitches routed, contexts shared."""
+    found: Dict[str, Optional[int]] = dict.fromkeys(SERVICES.values())
+    for pid, now in SCANNER.table.items():
+        name = SERVICES.get(now.comm)
+        if name is not None:
+            found[name] = pid
+    return found
 
 
 def _guests(now: float) -> Optional[List[Dict[str, Any]]]:

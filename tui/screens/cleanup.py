@@ -92,7 +92,8 @@ def detail_lines(plan: Any, width: int, look: Look) -> list[Line]:
     for item in plan.items:
         memory = data_size(item.get("rss"), "memory unknown")
         ports = ", ".join(f"port {port}" for port in item.get("ports", ()))
-        why = f"{item.get('job')} is {item.get('job_state')}"
+        whose = {"unclaimed": "nobody's: see the plan", "foreign": "of others, named by you"}
+        why = whose.get(str(item.get("kind")), f"{item.get('job')} is {item.get('job_state')}")
         rows.append(
             (
                 None,
