@@ -87,6 +87,8 @@ EXPLAIN: dict[str, str] = {
     "job.bad-id": "A job's id is a directory's name on its host: letters, digits, dot, underscore, dash.",
     "job.copy-cut": "The local copy of a job's file became shorter while it was written. The next try goes on "
     "from its size.",
+    "job.copy-failed": "The local copy of a job's file could not be written: this machine's disk is full, or the "
+    "project's .rigbook folder is not yours. The job goes on; what was copied is whole, and the next command goes on.",
     "job.file-reset": "Job files only grow. This one was replaced, cut or rewritten on its host while it was read.",
     "job.log-quota": "A job's log grew past its quota (8 GiB, or what the job was given). The job went on; of "
     "the log the head and the newest half are kept and whole lines of the middle were dropped, where the file system "

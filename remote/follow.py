@@ -233,6 +233,26 @@ class Copy:
         return True
 
 
+def _asked(copy: Copy) -> dict[str, Any]:
+    try:
+        return copy.asked()
+    except OSError as error:
+        raise _cannot(copy, error) from error
+
+
+def _taken(copy: Copy, frame: Frame) -> bool:
+    try:
+        return copy.take(frame)
+    except OSError as error:
+        raise _cannot(copy, error) from error
+
+
+def _cannot(copy: Copy, error: OSError) -> RigbookError:
+    """Our own disk is full, or not ours to write to: what is written by now is whole, and the next try goes on."""
+    said = error.strerror or str(error)
+    return RigbookError("job.copy-failed", f"{copy.path} cannot be written on this machine: {said}")
+
+
 async def mirror(
     link: Link,
     id: str,
@@ -250,13 +270,13 @@ async def mirror(
     probe = await link.probe()
     copies = {name: Copy(dest_dir / name, name) for name in files}
     try:
-        asked = [await asyncio.to_thread(copy.asked) for copy in copies.values()]
+        asked = [await asyncio.to_thread(_asked, copy) for copy in copies.values()]
         stream = probe.stream("follow", jobs=jobs, id=id, files=asked, wait=live)
         async with contextlib.aclosing(stream) as frames:
             async for frame in frames:
                 if "ok" in frame.header:
                     return bool(frame.header["result"]["ended"])
-                if "file" in frame.header and copies[frame.header["file"]].take(frame):
+                if "file" in frame.header and _taken(copies[frame.header["file"]], frame):
                     grew()
                 for copy in copies.values():
                     if copy.due or "idle" in frame.header:

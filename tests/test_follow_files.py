@@ -15,6 +15,7 @@ from remote.connect import Link, Rig
 from remote.jobs import JobSpec
 from state.errors import RigbookError
 from state.project import loads
+from tests.lab import mounts
 
 
 @pytest_asyncio.fixture
@@ -139,6 +140,28 @@ async def test_past_its_quota_a_log_loses_its_middle_and_says_so(link: Link, tmp
     assert b"".join(piece.data for piece in parts) == whole[:low] + whole[high:]
     assert await jobs.mirror(link, "chatty", tmp_path / "early"), "what was dropped after we had it is not compared"
     assert not (tmp_path / "early" / "mirror.jsonl").exists()
+
+
+async def test_our_own_full_disk_is_told_and_nothing_is_lost(link: Link) -> None:
+    directory = await begin(link, "long", "yes 0123456789 | head -c 600000")
+    await jobs.wait(link, "long")
+    with mounts.small("512k") as here:
+        (here / "ballast").write_bytes(bytes(300_000))
+        for _ in range(2):
+            with pytest.raises(RigbookError) as caught:
+                await jobs.mirror(link, "long", here / "copy")
+            assert caught.value.id == "job.copy-failed" and "No space left" in caught.value.message
+        (here / "ballast").unlink()
+        # What fits is there, and is true.
+        with pytest.raises(RigbookError):
+            await jobs.mirror(link, "long", here / "copy")
+        whole, part = (directory / "out.log").read_bytes(), (here / "copy" / "out.log").read_bytes()
+        assert 100_000 < len(part) < len(whole) and whole.startswith(part)
+        grown = await asyncio.create_subprocess_exec("mount", "-o", "remount,size=2m", here)
+        assert await grown.wait() == 0
+        assert await jobs.mirror(link, "long", here / "copy")
+        assert (here / "copy" / "out.log").read_bytes() == whole
+        assert not list((here / "copy").glob("*.gen*"))
 
 
 def test_a_progress_bar_is_shown_as_it_ended() -> None:
