@@ -12,6 +12,7 @@ import contextlib
 import os
 import shlex
 import shutil
+import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -55,6 +56,7 @@ class Gate:
     def __init__(self) -> None:
         self.room = AT_ONCE
         self.tries = TRIES
+        self.login_s = 0.0  # the longest that a login took
         self._inside = 0
         self._changed = asyncio.Condition()
 
@@ -127,8 +129,8 @@ class Dialer:
         ):
             words += ["-o", option]
         if before:
-            words += ["-J", ",".join(_place(hop.words()[-1], hop.port) for hop in before)]
-        words += ["-W", _place(f"[{resolved.host}]", resolved.port), *last.words()]
+            words += ["-J", ",".join(_jump(hop) for hop in before)]
+        words += ["-W", f"[{resolved.host}]:{resolved.port}", *last.words()]
         way = replace(resolved, jumps=(), proxy_command=shlex.join(words))
         return await self._login(name, way, None, "", True)
 
@@ -189,7 +191,11 @@ class Dialer:
             watcher = hostkeys.Watcher(await self._judge(name, resolved))
             try:
                 async with gate:
-                    connection = await self._connect(resolved, tunnel, watcher, again)
+                    began = time.monotonic()
+                    # A machine that is slow to let people in (name servers, PAM, load) stays so.
+                    login_s = max(AGAIN_LOGIN_S, 3 * gate.login_s) if again else LOGIN_S
+                    connection = await self._connect(resolved, tunnel, watcher, again, login_s)
+                    gate.login_s = max(gate.login_s, time.monotonic() - began)
             except (asyncssh.HostKeyNotVerifiable, asyncssh.KeyExchangeFailed) as error:
                 if watcher.refused is None:
                     raise _unreachable(name, resolved, error, via) from error
@@ -223,7 +229,7 @@ class Dialer:
         )
 
     async def _connect(
-        self, resolved: Resolved, tunnel: Any, watcher: hostkeys.Watcher, again: bool
+        self, resolved: Resolved, tunnel: Any, watcher: hostkeys.Watcher, again: bool, login_s: float
     ) -> asyncssh.SSHClientConnection:
         connect_s = AGAIN_CONNECT_S if again else float(resolved.one("connecttimeout") or CONNECT_S)
         offer = await identity.offer(resolved)
@@ -268,7 +274,7 @@ class Dialer:
                         x509_trusted_cert_paths=(),
                         tcp_keepalive=True,
                         connect_timeout=connect_s + LOGIN_S if tunnel is not None else None,
-                        login_timeout=AGAIN_LOGIN_S if again else LOGIN_S,
+                        login_timeout=login_s,
                         keepalive_interval=KEEPALIVE_S,
                         keepalive_count_max=KEEPALIVE_TRIES,
                     )
@@ -307,8 +313,10 @@ def by_hand(resolved: Resolved) -> str:
     return shlex.join([*resolve.by_hand(resolved.target, resolved.config), "true"])
 
 
-def _place(host: str, port: int | None) -> str:
-    return f"{host}:{port}" if port else host
+def _jump(hop: Target) -> str:
+    """As ProxyJump wants it."""
+    host = f"[{hop.host}]" if ":" in hop.host else hop.host
+    return f"{f'{hop.user}@' if hop.user else ''}{host}{f':{hop.port}' if hop.port else ''}"
 
 
 def _shown(resolved: Resolved) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -205,7 +206,8 @@ def _refusal(link: Link, said: str) -> RigbookError | None:
     vmid = link.host.vmid
     if "Unknown option: keep-env" in said:
         return RigbookError("guest.old-pct", "this pct has no --keep-env", host=link.name)
-    if "not running" in said:
+    # Not "QEMU guest agent is not running", which is another matter.
+    if re.search(rf"(container|CT|VM) '?{vmid}'? (is )?not running", said):
         return RigbookError(
             "guest.not-running",
             f"guest {vmid} is not running",
@@ -213,7 +215,7 @@ def _refusal(link: Link, said: str) -> RigbookError | None:
             hint=f"rigbook guests start {link.name}",
             exit_code=UNREACHABLE,
         )
-    if "does not exist" in said:
+    if re.search(rf"{vmid}\.conf' does not exist", said):
         return RigbookError(
             "guest.absent",
             f"there is no guest {vmid} on {link.host.on}",

@@ -14,6 +14,7 @@ import getpass
 import glob
 import hashlib
 import os
+import pwd
 import re
 import shutil
 import socket
@@ -88,7 +89,7 @@ class Resolved:
 
     def where(self) -> tuple[str, int]:
         """The name and port under which known_hosts files know it."""
-        return (self.alias, 22) if self.alias else (self.host, self.port)
+        return (self.alias, 22) if self.alias else (self.host.lower(), self.port)
 
 
 def parse(text: str, what: str = "the target") -> Target:
@@ -226,14 +227,19 @@ def _included(text: str, *, system: bool) -> list[str]:
     found = []
     for line in _INCLUDE.findall(text):
         for word in re.findall(r'"([^"]*)"|(\S+)', line):
-            pattern = os.path.expanduser(word[0] or word[1])
+            pattern = _tilde(word[0] or word[1])
             base = Path("/etc/ssh") if system else _home() / ".ssh"
             found.append(pattern if os.path.isabs(pattern) else str(base / pattern))
     return found
 
 
 def _home() -> Path:
-    return Path(os.path.expanduser("~"))
+    """As ssh has it: from the password file, whatever HOME says."""
+    return Path(pwd.getpwuid(os.getuid()).pw_dir)
+
+
+def _tilde(path: str) -> str:
+    return str(_home() / path[2:]) if path.startswith("~/") else os.path.expanduser(path)
 
 
 # --- from keywords to what we need ----------------------------------------------------------------------------------
@@ -255,7 +261,7 @@ def _resolved(
 
     def paths(key: str, what: str) -> tuple[Path, ...]:
         said = [value for value in values.get(key, ()) if value != "none"]
-        return tuple(Path(os.path.expanduser(_expand(value, tokens, what))) for value in said)
+        return tuple(Path(_tilde(_expand(value, tokens, what))) for value in said)
 
     named = "identityfile" in configured
     identities = paths("identityfile", "IdentityFile") or (
@@ -280,9 +286,9 @@ def _resolved(
         identities=identities,
         named_identities=named,
         certificates=paths("certificatefile", "CertificateFile"),
-        agent=os.path.expanduser(agent) if agent else "",
-        known_hosts=tuple(Path(os.path.expanduser(path)) for path in hosts),
-        revoked=Path(os.path.expanduser(_expand(revoked, tokens, "RevokedHostKeys"))) if revoked else None,
+        agent=_tilde(agent) if agent else "",
+        known_hosts=tuple(Path(_tilde(path)) for path in hosts),
+        revoked=Path(_tilde(_expand(revoked, tokens, "RevokedHostKeys"))) if revoked else None,
         jumps=tuple(parse(hop, "ProxyJump") for hop in (one("proxyjump") or "").split(",") if hop),
         proxy_command=_expand(command, tokens, "ProxyCommand") if command else None,
         # Its tokens are about the key that the machine shows, so they are filled in when it has shown one.
@@ -320,6 +326,8 @@ def _notes(values: Mapping[str, tuple[str, ...]]) -> list[str]:
         found.append("NoHostAuthenticationForLocalhost is not followed: rigbook always checks host keys")
     if values.get("verifyhostkeydns", ("no",))[0] not in ("no", "false"):
         found.append("VerifyHostKeyDNS is not read: a key must be in a known_hosts file, or signed by a CA there")
+    if values.get("proxyusefdpass", ("no",))[0] == "yes":
+        found.append("ProxyUseFdpass is not supported: the ProxyCommand must carry the bytes itself")
     if "pkcs11provider" in values and find_spec("pkcs11") is None:
         found.append(
             "PKCS11Provider needs the package python-pkcs11; without it, give the token to an agent (ssh-add -s)"

@@ -544,6 +544,13 @@ def test_a_shell_in_a_container_without_sshd() -> None:
         assert {name: (row["route"], row["state"]) for name, row in rows.items()} == {
             "pve": ("ssh", "answers"), "ct": ("pct", "answers"), "vm": ("agent", "answers"),
         }  # fmt: skip
+        for agent in ("silent", "none"):
+            rig.change(200, agent=agent)
+            asked = subprocess.run(
+                [sys.executable, "-m", "tui.cli.main", "-C", str(root), "exec", "vm", "--", "true"],
+                capture_output=True, stdin=subprocess.DEVNULL, timeout=60,
+            )  # fmt: skip
+            assert asked.returncode == 255 and b"guest.no-agent" in asked.stderr
         rig.container.stop()
         stopped = subprocess.run(
             [sys.executable, "-m", "tui.cli.main", "-C", str(root), "exec", "ct", "--", "true"],
