@@ -216,11 +216,12 @@ def agent(*keys: Path) -> Iterator[Path]:
     path.unlink(missing_ok=True)
     process = subprocess.Popen(["ssh-agent", "-D", "-a", path], stdout=subprocess.DEVNULL)
     try:
-        rigs.until(path.exists)
         askpass = folder / "askpass"
         askpass.write_text("#!/bin/sh\necho secret\n")
         askpass.chmod(0o700)
         env = {**os.environ, "SSH_AUTH_SOCK": str(path), "SSH_ASKPASS": str(askpass), "SSH_ASKPASS_REQUIRE": "force"}
+        # The socket is there a moment before somebody listens on it.
+        rigs.until(lambda: subprocess.run(["ssh-add", "-l"], env=env, capture_output=True).returncode != 2)
         subprocess.run(["ssh-add", "-q", *keys], env=env, check=True, capture_output=True)
         yield path
     finally:
