@@ -197,13 +197,13 @@ async def test_controllers_killed_at_random(far: Far, tmp_path: Path, kills: int
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     async with Rig(far.project) as rig:
         link = await rig.link("box")
-        where = await begin(link, id, lines, kills * 0.7)
+        where = await begin(link, id, lines, kills * 0.9)
         for number in range(kills):
             argv = [sys.executable, "-c", CONTROLLER, words]
             one = await asyncio.create_subprocess_exec(*argv, env=environment, stdout=subprocess.PIPE)
             assert one.stdout and await one.stdout.readline() == b"up\n"
             size = _size(tmp_path)
-            await asyncio.sleep(chance.uniform(0.0, 0.5))
+            await asyncio.sleep(chance.uniform(0.0, 0.8))
             if number == kills - 1:
                 await link.write(f"{where}/go", b"")
             one.kill()
