@@ -62,7 +62,7 @@ class Link(ABC):
         self.name = name
         self.host = host
         self._login_shell = ""  # as the far side told; "" until then
-        self._python: str | None = None
+        self.known_python: str | None = None
         self._state_dir: str | None = None
         self._probe: Probe | None = None
         self._probe_lock = asyncio.Lock()
@@ -203,12 +203,12 @@ class Link(ABC):
 
     async def python(self) -> str:
         """The far side's Python >= 3.9, as an absolute path."""
-        if self._python is None:
+        if self.known_python is None:
             found = await self.run(script=f"({shell.FIND_PYTHON})||{{ {pythons.REPORT} exit 127;}}", timeout=20)
             if found.state == "exited" and found.exit == 127:
                 raise pythons.missing(found.stderr.decode("utf-8", "replace"), self.name)
-            self._python = self._told(found, "looking for python3").text()
-        return self._python
+            self.known_python = self._told(found, "looking for python3").text()
+        return self.known_python
 
     def _told(self, result: Result, what: str) -> Result:
         """A look of our own that takes this long is a host that does not answer: callers may try again."""

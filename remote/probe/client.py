@@ -242,8 +242,10 @@ class Probe:
 async def start(link: Link) -> Probe:
     """Send the probe and wait until it is ready. It is found by its nonce whatever login scripts print."""
     nonce, packed = secrets.token_hex(8), ship.payload()
+    # Found before, it need not be tried again: that takes as long as starting it.
+    known = f'p={shell.quote(link.known_python)};[ -x "$p" ]||' if link.known_python else ""
     script = (
-        f"p=$({shell.FIND_PYTHON})||{{ {pythons.REPORT} exit 127;}};"
+        f"{known}p=$({shell.FIND_PYTHON})||{{ {pythons.REPORT} exit 127;}};"
         'exec /usr/bin/env -i RIGBOOK_PROBE=1 PATH="$PATH" HOME="$HOME" LC_ALL=C.UTF-8 '
         f'"$p" -I -S -u -c {shell.quote(ship.BOOT)} {len(packed)} {nonce}'
     )
@@ -270,4 +272,5 @@ async def start(link: Link) -> Probe:
     if ready["ready"] != nonce:
         await probe.close()
         raise RigbookError("probe.not-started", "something else answered in the probe's place", host=link.name)
+    link.known_python = ready["python"]
     return probe

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from typing import Any, Dict, List, Optional, Set, Tuple
 
 from remote.probe import procs
@@ -289,7 +288,3 @@ def parse_gpus(text: str) -> List[Dict[str, Any]]:
                 row[name] = cell
         found.append(row)
     return found
-
-
-def clock() -> Dict[str, Any]:
-    return {"wall": time.time(), "monotonic": time.monotonic(), "boot_id": procs.boot_id()}

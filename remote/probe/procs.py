@@ -26,6 +26,10 @@ def boot_id() -> str:
         return file.read().strip()
 
 
+def clock() -> Dict[str, Any]:
+    return {"wall": time.time(), "monotonic": time.monotonic(), "boot_id": boot_id()}
+
+
 def pids() -> Iterator[int]:
     for name in os.listdir("/proc"):
         if name.isdigit():

@@ -4,7 +4,7 @@ It is never installed. The controller starts `python3 -I -S -u -c BOOT N NONCE`,
 stdin, and from then on frames go both ways: one JSON object on a line, and after it as many raw bytes as its `bytes`
 says. Calls and streams share the channel; each has a thread, so one that waits keeps nobody else waiting.
 
-    <- {"ready": NONCE, "v": 2, "pid": ..., "boot_id": ...}
+    <- {"ready": NONCE, "v": 2, "pid": ..., "boot_id": ..., "python": ...}
     -> {"load": "host", "bytes": 4711} + packed source         a module, sent ahead of the first call that needs it
     -> {"id": 7, "call": "system", "args": {}}
     <- {"id": 7, "ok": true, "result": {...}, "wall": ..., "monotonic": ...}      seconds
@@ -39,7 +39,7 @@ MEMORY = 256 << 20  # bytes of data; the process table of a big machine takes ab
 NICE = 5
 
 CALLS = {
-    "clock": "host.clock",
+    "clock": "procs.clock",
     "system": "host.system",
     "space": "host.space",
     "listeners": "host.listeners",
@@ -216,7 +216,8 @@ def main(argv: List[str]) -> None:
     os.dup2(2, 1)
     limit()
     nonce = argv[0] if argv else ""
-    wire.send({"ready": nonce, "v": 2, "pid": os.getpid(), "boot_id": procs.boot_id()})
+    ready = {"ready": nonce, "v": 2, "pid": os.getpid(), "boot_id": procs.boot_id(), "python": sys.executable}
+    wire.send(ready)
     probe = Probe(wire)
     threading.Thread(target=probe.beat, daemon=True).start()
     source = sys.stdin.buffer
