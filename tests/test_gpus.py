@@ -7,10 +7,11 @@ import json
 import re
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
-from remote import cleanup, gpu_checks, gpus
+from remote import cleanup, gpu_checks, gpu_history, gpus
 from tests.lab.gpu_machine import LIBRARIES, REPO, FakeGpu, Machine, fake_gpu, gpu_machine, holder_program
 
 MIB = 1 << 20
@@ -366,3 +367,70 @@ async def test_the_heir_of_a_dead_opener_gets_its_memory() -> None:
             assert outcome.verified and outcome.gpus[0]["used_after"] == 12 * MIB
         finally:
             await link.aclose()
+
+
+async def test_the_app_shows_and_keeps_what_the_gpus_do() -> None:
+    from tui.detail import host_detail
+    from tui.gpu_source import GpuWatch
+    from tui.host_source import HostWatch
+    from tui.look import UNICODE
+    from tui.screens.rig import host_says
+    from tui.snapshot import Snapshot
+
+    with gpu_machine([fake_gpu(0, load=40), fake_gpu(1, load=60)]) as machine:
+        machine.hold("/dev/nvidia0", env={"FAKE_VRAM": f"0:{14 << 30}"})
+        project, link = machine.project(), machine.link()
+        changes: list[int] = []
+        host = HostWatch("here", project.hosts["here"], None, lambda: None)  # type: ignore[arg-type]
+        watch = GpuWatch(host, project, machine.folder, lambda: changes.append(1))
+        try:
+            await watch.look()
+            assert not changes, "a host that does not answer is not asked"
+            host.link = link
+            await watch.look()
+        finally:
+            await link.aclose()
+        assert changes and watch.view.words == "2 GPUs 50% 14/281 GiB"
+        view = replace(host.view, gpus=watch.view, link="up", answered=watch.view.at)
+        snapshot = Snapshot(at=watch.view.at or 0.0)
+        assert "2 GPUs 50%" in host_says(view, "up", snapshot, UNICODE)
+        text = "\n".join(line.text for line in host_detail(view, snapshot, 100, UNICODE))
+        assert "14336/143771" in text
+        assert gpu_history.History(machine.folder).since("here", 0.0)[-1]["gpus"]
+
+
+async def test_memory_that_does_not_come_back_is_not_verified() -> None:
+    with gpu_machine([fake_gpu(0)]) as machine:
+        machine.head["lag"] = 3600_000
+        machine.write()
+        python = machine.interpreter()
+        machine.project()
+        pool = machine.pool(1, "/dev/nvidia0", program=python, env={"FAKE_VRAM": f"0:{900 * MIB}"})
+        machine.kill(pool.launcher)
+        link = machine.link()
+        try:
+            plan = await cleanup.plan(link, interpreters=[python])
+            outcome = await cleanup.apply(link, plan, grace=2, memory_wait=1.0)
+        finally:
+            await link.aclose()
+        assert not outcome.verified and "NOT FREE" in outcome.describe() and not outcome.refused
+        assert outcome.processes[0]["outcome"] == "ended by TERM"
+
+
+def test_other_peoples_work_is_named_twice(machine: Machine) -> None:
+    machine.project()
+    pid = machine.hold("/dev/nvidia2", env={"FAKE_VRAM": f"2:{70 * MIB}"})
+    bystander = machine.hold("/dev/nvidia2")
+    assert machine.rigbook("clean", "--foreign", f"here:{pid}", "--yes").returncode == 2, "never at once"
+    done = machine.rigbook("clean", "--foreign", f"here:{pid}", "--json")
+    (plan,) = json.loads(done.stdout)
+    assert done.returncode == 6 and [(item["pid"], item["kind"]) for item in plan["items"]] == [(pid, "foreign")]
+    for words in ([], ["--foreign", f"here:{bystander}"], ["--foreign", f"here:{pid}", "--foreign", "here:1"]):
+        refused = machine.rigbook("clean", "--apply", plan["id"], "--yes", *words)
+        assert refused.returncode == 3 and b"clean.foreign" in refused.stderr
+    assert machine.alive(pid)
+    assert machine.rigbook("clean", "--apply", plan["id"], "--foreign", f"here:{pid}").returncode == 0
+    assert not machine.alive(pid) and machine.alive(bystander)
+    # What is protected is in no plan, whoever asks.
+    note = json.loads(machine.rigbook("clean", "--foreign", "here:1", "--json").stdout)[0]
+    assert not note["items"] and note["notes"]

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from state.errors import RigbookError
 from state.outline import Outline
 from tui.book_source import BookSource, BookViews
+from tui.gpu_source import GpuWatch
 from tui.host_source import HostWatch
 from tui.run_source import RunSource
 from tui.snapshot import HostView, JobView, LogSource, RunView, ServerView, Snapshot, StageView
@@ -57,6 +58,7 @@ class Collector:
         self._loaded = False
         self._logs: tuple[LogSource, ...] = ()
         self._watches: dict[str, HostWatch] = {}
+        self._gpus: dict[str, GpuWatch] = {}
         self._figures: dict[str, tuple[Mapping[str, Any], float | None, str]] = {}  # profile -> figures, when, problem
         self._wanted: set[tuple[str, str]] = set()
         self._project_problem = ""
@@ -169,6 +171,8 @@ class Collector:
         for name, host in project.hosts.items():
             self._watches[name] = watch = HostWatch(name, host, rig, self._dirty.set)
             self._spawn(watch.run())
+            self._gpus[name] = cards = GpuWatch(watch, project, self.root, self._dirty.set)
+            self._spawn(cards.run())
         for name in project.profiles:
             self._spawn(self._watch_server(project, rig, name))
         self._spawn(self._mirror())
@@ -191,6 +195,7 @@ class Collector:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._watches.clear()
+        self._gpus.clear()
         if self._rig is not None:
             rig, self._rig = self._rig, None
             with contextlib.suppress(Exception):  # closing what is broken may fail; nothing depends on it
@@ -283,7 +288,7 @@ class Collector:
 
     def _host_views(self, outline: Outline) -> tuple[HostView, ...]:
         if self._watches:
-            return tuple(watch.view for watch in self._watches.values())
+            return tuple(replace(watch.view, gpus=self._gpus[name].view) for name, watch in self._watches.items())
         # The hosts are in the file before anybody has been able to ask them.
         return tuple(
             HostView(

@@ -78,6 +78,9 @@ def host_detail(host: HostView, snapshot: Snapshot, width: int, look: Look) -> l
     words = figure_words(host.figures, look)
     if words:
         out.append(line(f" {look.sep} ".join(words)))
+    if host.gpus.lines:
+        old = "" if host.gpus.at is None else f"as of {age(snapshot.at - host.gpus.at)}"
+        out += [BLANK, heading("GPUs", old), *(line(clean(text)) for text in host.gpus.lines)]
     out += [BLANK, heading("Jobs", "" if host.jobs_at is not None else "not known")]
     rows: list[tuple[str | None, list[Part]]] = [
         (None, [state(look, job.state), (clean(job.id), ""), (duration(_lasted(job, snapshot.at), look.dash), "dim")])

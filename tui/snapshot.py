@@ -29,6 +29,15 @@ class JobView:
 
 
 @dataclass(frozen=True)
+class GpusView:
+    """A host's GPUs as last told: in a few words, and line by line."""
+
+    at: float | None = None  # by the host's clock
+    words: str = ""
+    lines: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class HostView:
     """A declared host: what the file says, the state of its link, and what it last told, with the time of telling."""
 
@@ -47,6 +56,7 @@ class HostView:
     )  # load1, mem_used, mem_total, …: whatever it last told
     jobs: tuple[JobView, ...] = ()
     jobs_at: float | None = None
+    gpus: GpusView = field(default_factory=GpusView)
 
 
 @dataclass(frozen=True)

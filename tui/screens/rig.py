@@ -106,6 +106,8 @@ def host_says(host: HostView, shown: str, snapshot: Snapshot, look: Look) -> str
     if host.jobs_at is not None and running:
         words.append(f"{len(running)} job{'s' if len(running) != 1 else ''}")
     words += figure_words(host.figures, look)
+    if host.gpus.words:
+        words = [word for word in words if not word.endswith((" GPU", " GPUs"))] + [host.gpus.words]
     return f" {look.sep} ".join(words) if words else look.dash
 
 
