@@ -11,7 +11,13 @@ import pytest
 from tests.lab.gpu_machine import REPO, fake_gpu, gpu_machine
 
 
-@pytest.mark.parametrize("only", ["baseline,pool,deaf,attribution", "side_by_side,scheduler"])
+@pytest.mark.parametrize(
+    "only",
+    [
+        "baseline,pool,attribution",
+        pytest.param("deaf,forked,cost,side_by_side,scheduler,detokenizer,parent", marks=pytest.mark.slow),
+    ],
+)
 def test_they_hold_on_the_stand_in(tmp_path: Path, only: str) -> None:
     with gpu_machine([fake_gpu()]) as machine:
         script = str(REPO / "tests/gpu/run_all.py")

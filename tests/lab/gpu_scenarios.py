@@ -597,7 +597,7 @@ async def play(folder: Path, holder: str, seed: int) -> str:
             for item in plan.items
         )
         expected = {pid: entry["expect"] for pid, entry in items.items() if "expect" in entry}
-        outcome = await cleanup.apply(link, replace(plan, items=told), grace=0.3, memory_wait=2.0)
+        outcome = await cleanup.apply(link, replace(plan, items=told), grace=0.1, memory_wait=2.0)
         for process in outcome.processes:
             want = expected.get(process["pid"])
             if want and (process["outcome"], process["reason"]) != want:
