@@ -16,7 +16,7 @@ import platform
 import sys
 from typing import Any
 
-PARTS = ("exec", "probe", "follow", "files")
+PARTS = ("exec", "probe", "follow", "files", "gpus")
 
 
 def line(row: dict[str, Any]) -> str:

@@ -46,9 +46,12 @@ class History:
         file = self._file(look.host)
         file.parent.mkdir(parents=True, exist_ok=True)
         line = json.dumps(row(look), separators=(",", ":")).encode() + b"\n"
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         try:
-            os.write(descriptor, line)
+            end = os.fstat(descriptor).st_size
+            # A line that a crash cut off must not take the next one with it.
+            torn = end > 0 and os.pread(descriptor, 1, end - 1) != b"\n"
+            os.write(descriptor, b"\n" + line if torn else line)
             size = os.fstat(descriptor).st_size
         finally:
             os.close(descriptor)

@@ -201,4 +201,4 @@ def test_the_ring_drops_its_older_half(tmp_path: Path, monkeypatch: pytest.Monke
     with (tmp_path / ".rigbook/gpus/pve.jsonl").open("ab") as file:
         file.write(b'{"at": 100, "sta')  # as a crash leaves it
     history.add(replace(gpus.read("pve", seen([], None)), at=101.0))
-    assert history.since("pve", 98.0)[0]["at"] == 98.0
+    assert [row["at"] for row in history.since("pve", 98.0)] == [98.0, 99.0, 101.0]
