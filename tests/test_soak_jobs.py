@@ -35,7 +35,7 @@ LINES = int(os.environ.get("RIGBOOK_JOBS_LINES", "1000000"))
 RACES = int(os.environ.get("RIGBOOK_JOBS_RACES", "100"))
 SEED = int(os.environ.get("RIGBOOK_SOAK_SEED", "1"))
 short_and_long = pytest.mark.parametrize(
-    ("kills", "lines"), [(8, 40_000), pytest.param(KILLS, LINES, marks=pytest.mark.slow)], ids=["short", "soak"]
+    ("kills", "lines"), [(5, 40_000), pytest.param(KILLS, LINES, marks=pytest.mark.slow)], ids=["short", "soak"]
 )
 
 # Writes for about so many seconds, in bursts, bytes that are no text, progress bars, lines of every length, and waits
@@ -240,7 +240,7 @@ async def test_two_controllers_with_one_job(far: Far, races: int) -> None:
     print(f"\n{far.backend}: {races} races of two controllers: one job each time")
 
 
-@pytest.mark.parametrize("tries", [6, pytest.param(KILLS, marks=pytest.mark.slow)], ids=["short", "soak"])
+@pytest.mark.parametrize("tries", [4, pytest.param(KILLS, marks=pytest.mark.slow)], ids=["short", "soak"])
 async def test_submissions_cut_at_random(far: Far, tries: int) -> None:
     """Cut anywhere between the first byte and the answer, and repeated until somebody answers: it runs once."""
     chance = random.Random(SEED)
