@@ -125,7 +125,7 @@ def details(gpu: Gpu) -> list[str]:
     if trouble or gpu.holders or gpu.unattributed or gpu.ghost:
         out.append(f"GPU {label(gpu)} {gpu.uuid or ''} {gpu.pci or ''}".rstrip())
     out += [f"  ! {text}" for text in trouble]
-    out += [f"  {holder_line(gpu, holder)}" for holder in gpu.holders]
+    out += [f"  {_cut(holder_line(gpu, holder), WIDTH - 4)}" for holder in gpu.holders]
     if gpu.unattributed:
         out.append(f"  {_n(gpu.unattributed.size, 1 << 20)} MiB unattributed: {gpu.unattributed.reason}")
     if gpu.ghost:
