@@ -7,6 +7,7 @@ exactly one starts it. What a job's state is, its own host decides; when we cann
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import re
@@ -43,6 +44,7 @@ State = Literal["running", "finished", "vanished", "lost_reboot", "unknown", "ab
 ENDED = frozenset({"finished", "vanished", "lost_reboot"})
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 SUBMIT_S = 120.0
+ANSWER_S = 18.0  # a state that nobody tells by then is unknown
 AGAIN_S = 5.0  # a link that was silent for longer before it was called lost is not tried again while somebody waits
 SOURCE = Path(__file__).resolve().parents[1]  # where our own packages lie, installed or not
 
@@ -226,18 +228,17 @@ def _tree(spec: JobSpec) -> dict[str, bytes | Path]:
 async def status(link: Link, id: str) -> JobStatus:
     """What the host says; `unknown` when it cannot be asked (which says nothing about the job)."""
     check_id(id)
-    error: RigbookError | None = None
-    began = time.monotonic()
-    for _ in range(2):  # the shared probe may have died unnoticed since the last call
-        try:
-            return parse_status(await (await link.probe()).call("job", jobs=await jobs_dir(link), id=id))
-        except RigbookError as caught:
-            if caught.exit_code != UNREACHABLE:
-                raise
-            error = caught
-        if time.monotonic() - began > AGAIN_S:
-            break
-    return JobStatus(id, "unknown", reason=str(error))
+    reason = f"no answer within {ANSWER_S:g} s"  # a dead link, or a file system there that hangs
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(ANSWER_S):
+            for _ in range(2):  # the shared probe may have died unnoticed since the last call
+                try:
+                    return parse_status(await (await link.probe()).call("job", jobs=await jobs_dir(link), id=id))
+                except RigbookError as error:
+                    if error.exit_code != UNREACHABLE:
+                        raise
+                    reason = str(error)
+    return JobStatus(id, "unknown", reason=reason)
 
 
 async def list_jobs(link: Link) -> list[JobStatus]:

@@ -166,6 +166,27 @@ async def test_a_deaf_supervisor_does_not_save_the_job(link: Link) -> None:
     assert end.state == "finished" and end.left == ()
 
 
+@pytest.mark.report(2)
+async def test_a_host_that_does_not_answer_leaves_the_state_unknown(
+    link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when its file system hangs: the link is fine, and nobody says anything."""
+    assert jobs.ANSWER_S < 20
+    await jobs.submit(link, sh("mute", "exec sleep 1000"))
+    probe = await link.probe()
+    pid = (await probe.ready)["pid"]
+    monkeypatch.setattr(jobs, "ANSWER_S", 0.5)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        now = await jobs.status(link, "mute")
+        assert (now.state, now.over) == ("unknown", False) and "no answer" in now.reason
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    monkeypatch.undo()
+    assert (await jobs.status(link, "mute")).state == "running"
+    await jobs.stop(link, "mute", grace=1)
+
+
 @pytest.mark.report(27)
 async def test_how_long_it_ran_is_not_told_by_two_clocks(link: Link) -> None:
     """The host's clock is set an hour back while the job runs, and is a day off from ours."""
