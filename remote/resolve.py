@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
+from remote import remembered
 from state.errors import USAGE, RigbookError
 
 _TARGET = re.compile(r"(?:(?P<user>[^@\s]+)@)?(?P<host>\[[^\]\s]+\]|[^:@\s\[\]]+)(?::(?P<port>\d{1,5}))?\Z")
@@ -146,16 +147,19 @@ def differences(target: Target, config: Path | None) -> list[str]:
 # --- ssh -G ---------------------------------------------------------------------------------------------------------
 
 _Values = dict[str, tuple[str, ...]]
-_cache: dict[tuple[str, ...], tuple[tuple[tuple[str, object], ...], _Values]] = {}
+_cache: dict[tuple[str, ...], remembered.Answer] = {}
 
 
 def _asked(ssh: str, target: Target, config: Path | None) -> _Values:
     """`ssh -G`, remembered while every file that it read, and every directory an Include looks into, is unchanged."""
-    key = (ssh, *target.words(), str(config), os.environ.get("HOME", ""), os.environ.get("SSH_AUTH_SOCK", ""))
-    if key in _cache:
-        marks, values = _cache[key]
-        if all(_mark(path) == mark for path, mark in marks):
-            return values
+    surroundings = (os.environ.get("HOME", ""), os.environ.get("SSH_AUTH_SOCK", ""), str(os.getuid()))
+    key = (ssh, *target.words(), str(config), *surroundings)
+    kept = _cache.get(key)
+    if kept is None or not kept.holds:
+        kept = remembered.load(key)
+    if kept is not None:
+        _cache[key] = kept
+        return kept.values
     options = ["-F", str(config)] if config else []
     try:
         done = subprocess.run(
@@ -187,7 +191,8 @@ def _asked(ssh: str, target: Target, config: Path | None) -> _Values:
             watched.add(os.path.dirname(pattern))
             if glob.has_magic(os.path.dirname(pattern)):
                 return values
-    _cache[key] = (tuple((path, _mark(path)) for path in sorted(watched)), values)
+    _cache[key] = remembered.Answer({path: remembered.mark(path) for path in (ssh, *sorted(watched))}, values)
+    remembered.store(key, _cache[key])
     return values
 
 
@@ -202,18 +207,15 @@ def _parsed(text: str) -> _Values:
 @functools.cache
 def _defaults(ssh: str) -> _Values:
     """What this ssh says when nothing is configured."""
+    key = ("defaults", ssh, str(os.getuid()))
+    if (kept := remembered.load(key)) is not None:
+        return kept.values
     done = subprocess.run(
         [ssh, "-F", "none", "-G", "localhost"], stdin=subprocess.DEVNULL, capture_output=True, check=False
     )
-    return _parsed(done.stdout.decode("utf-8", "surrogateescape"))
-
-
-def _mark(path: str) -> object:
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return (found.st_mtime_ns, found.st_size, found.st_ino)
+    answer = remembered.Answer({ssh: remembered.mark(ssh)}, _parsed(done.stdout.decode("utf-8", "surrogateescape")))
+    remembered.store(key, answer)
+    return answer.values
 
 
 def _text(path: str) -> str:

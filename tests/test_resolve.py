@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,54 @@ def test_an_answer_is_kept_until_a_file_changes(home: Path, asked: list[list[str
     assert resolve.resolve(Target("x"), file).port == 33
     os.unlink(home / "conf.d" / "a")
     assert resolve.resolve(Target("x"), file).port == 1
+    assert len(asked) == 4
+
+
+STARTED = time.time()
+
+
+@pytest.fixture
+def cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache of a user who never ran us. Answers that stand on an old file are kept there."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home / "cache"))
+    return home / "cache" / "rigbook" / "ssh-config"
+
+
+def another_process(file: Path, minutes: int) -> None:
+    """Forget what this process knows; the config is as old as `minutes`."""
+    resolve._cache.clear()
+    then = STARTED - 60 * minutes
+    os.utime(file, (then, then))
+
+
+def test_an_answer_outlives_the_process(home: Path, cache: Path, asked: list[list[str]]) -> None:
+    file = config(home, "Host box\n  User one\n")
+    another_process(file, 5)
+    first = resolve.resolve(Target("box"), file)
+    another_process(file, 5)
+    assert resolve.resolve(Target("box"), file) == first and len(asked) == 1
+    assert cache.stat().st_mode & 0o077 == 0
+    file.write_text("Host box\n  User two\n")  # as long as before
+    another_process(file, 4)
+    assert resolve.resolve(Target("box"), file).user == "two" and len(asked) == 2
+    for kept in cache.iterdir():  # damaged: asked for again
+        kept.write_bytes(kept.read_bytes()[:40])
+    another_process(file, 4)
+    assert resolve.resolve(Target("box"), file).user == "two" and len(asked) == 3
+
+
+def test_a_file_changed_just_now_or_a_cache_of_others_is_not_relied_on(
+    home: Path, cache: Path, asked: list[list[str]]
+) -> None:
+    file = config(home, "Host box\n  User one\n")
+    resolve.resolve(Target("box"), file)
+    resolve._cache.clear()
+    assert resolve.resolve(Target("box"), file).user == "one" and len(asked) == 2
+    another_process(file, 5)
+    resolve.resolve(Target("box"), file)
+    cache.chmod(0o777)
+    another_process(file, 5)
+    resolve.resolve(Target("box"), file)
     assert len(asked) == 4
 
 
