@@ -221,6 +221,14 @@ async def test_a_job_that_is_not_where_it_was_is_absent_and_waits_for_nobody(lin
     await jobs.stop(link, "moved", grace=1)
 
 
+async def test_a_supervisor_whose_directory_was_removed_ends_with_its_job(link: Link) -> None:
+    begun = await jobs.submit(link, sh("removed", "sleep 0.5"))
+    assert begun.supervisor
+    shutil.rmtree(begun.dir)
+    rigs.until(lambda: procs.stat(begun.supervisor or 0) is None or procs.stat(begun.supervisor or 0).state == "Z")  # type: ignore[union-attr]
+    assert (await jobs.status(link, "removed")).state == "absent"
+
+
 async def test_a_machine_or_container_that_was_started_anew_is_told(link: Link) -> None:
     begun = await jobs.submit(link, sh("reboot", "exec sleep 1000"))
     assert begun.supervisor and begun.pid

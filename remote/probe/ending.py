@@ -105,6 +105,9 @@ def write_exit(directory: str, record: Dict[str, Any]) -> None:
             jobdir.sync_directory(directory)
             break
         except OSError as error:
+            if not os.path.isdir(directory):
+                tell("job %s ended (%s), but its directory is gone" % (directory, text.decode()[:600]))
+                return
             if os.path.exists(ballast):
                 with contextlib.suppress(OSError):
                     os.unlink(ballast)
