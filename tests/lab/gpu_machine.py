@@ -124,6 +124,7 @@ def built(name: str, *flags: str) -> Path:
         pytest.skip("no C compiler (.ci/run installs gcc)")
     folder = Path(tempfile.mkdtemp(prefix="rb-fake-nvml-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     out = folder / name
     source = HERE / "fake_nvml" / f"{name}.c"
     subprocess.run([compiler, "-O1", *flags, "-o", out, source, "-ldl"], check=True, capture_output=True)
