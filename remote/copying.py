@@ -114,5 +114,13 @@ async def python_of(link: Link) -> str | None:
         return None
 
 
+def converses(link: Link) -> bool:
+    """Whether the far end can be answered while it runs. A guest agent takes all input first, and gives all output
+    last."""
+    from remote.proxmox import AgentLink
+
+    return not isinstance(link, AgentLink)
+
+
 def call(python: str, ask: Mapping[str, Any]) -> list[str]:
     return [python, "-I", "-S", "-c", BOOT, str(len(program())), json.dumps(ask)]

@@ -14,7 +14,7 @@ from typing import Any
 
 from remote import courier, shell
 from remote.connect import Link
-from remote.copying import LARGE, Copied, Progress, call, check, here, program, python_of, refused
+from remote.copying import LARGE, Copied, Progress, call, check, converses, here, program, python_of, refused
 from remote.result import Result
 from state.errors import RigbookError
 
@@ -65,7 +65,7 @@ class _Get:
         self.failure: RigbookError | None = None
 
     async def run(self) -> Copied:
-        ask = {"do": "get", "path": self.remote, "resume_from": LARGE}
+        ask = {"do": "get", "path": self.remote, "resume_from": LARGE if converses(self.link) else None}
         errors = bytearray()
         try:
             try:
@@ -82,7 +82,8 @@ class _Get:
                 # What came of a large file waits for the next try.
                 self.keep = result.state == "unknown" and self.told is not None and self.told["resume"]
                 result.check(self.remote)
-                raise RigbookError("file.short", f"{self.remote}: only a part arrived", host=self.link.name)
+                why = f": {found.reason}" if found.reason else ""
+                raise RigbookError("file.short", f"{self.remote}: only a part arrived{why}", host=self.link.name)
             result.check(self.remote)
             assert self.told is not None and self.part is not None
             if self.theirs != self.digest.digest() or self.at != self.told["size"]:
@@ -104,6 +105,8 @@ class _Get:
 
     async def _feed(self) -> AsyncIterator[bytes]:
         yield program()
+        if not converses(self.link):
+            return
         with contextlib.suppress(asyncio.CancelledError):
             yield await self.reply
 

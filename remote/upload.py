@@ -17,7 +17,22 @@ from typing import Any
 
 from remote import courier, shell
 from remote.connect import CHUNK, Link
-from remote.copying import LARGE, PIECE, PREFIX, SMALL, Copied, Progress, call, check, here, program, python_of, refused
+from remote.copying import (
+    LARGE,
+    PIECE,
+    PREFIX,
+    SMALL,
+    Copied,
+    Progress,
+    call,
+    check,
+    converses,
+    here,
+    program,
+    python_of,
+    refused,
+)
+from remote.proxmox import bootstrap_only
 from remote.result import Result
 from state.errors import UNREACHABLE, RigbookError
 
@@ -52,6 +67,8 @@ async def put(
             raise here(OSError(errno.EISDIR, os.strerror(errno.EISDIR)), str(local))
         if not stat.S_ISREG(info.st_mode):
             raise here(OSError(0, "special file"), str(local))
+        if not converses(link) and info.st_size > SMALL:
+            raise bootstrap_only(link)
         permissions = stat.S_IMODE(mode or info.st_mode)
         python = await python_of(link)
         if python is not None:

@@ -285,3 +285,34 @@ async def test_files_need_no_sftp_subsystem(tmp_path: Path) -> None:
             assert (tmp_path / "y").read_bytes() == b"data"
             sftp = await link.run(script=f"command -v sftp-server || ls {shell.path('~')}")
             assert sftp.ok
+
+
+async def test_a_guest_agent_carries_small_files(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """It takes all input first and gives all output last: no conversation, and little room."""
+    rig = request.getfixturevalue("proxmox")
+    async with Rig(rig.project(vm=True)) as hosts:
+        link = await hosts.link("vm")
+        data = os.urandom(200_000)
+        (tmp_path / "x").write_bytes(data)
+        sent = await files.put(link, tmp_path / "x", "/root/x")
+        assert sent.checked and sent.sha256 == hashlib.sha256(data).hexdigest()
+        await files.get(link, "/root/x", tmp_path / "back")
+        assert (tmp_path / "back").read_bytes() == data
+        await link.run(script="head -c 9000000 /dev/zero | tr '\\0' x >/root/large")
+        assert (await files.get(link, "/root/large", tmp_path / "large")).size == 9_000_000
+        (tmp_path / "large").write_bytes(b"x" * (2 << 20))
+        with pytest.raises(RigbookError) as caught:
+            await files.put(link, tmp_path / "large", "/root/large")
+        assert caught.value.id == "host.bootstrap-only"
+        rig.node(agent_output_limit=100_000)
+        with pytest.raises(RigbookError) as caught:
+            await files.get(link, "/root/x", tmp_path / "back")
+        assert caught.value.id == "file.short" and "guest agent cut" in str(caught.value)
+        rig.node(agent_output_limit=16 << 20)
+
+
+def test_every_reason_is_explained() -> None:
+    from remote.copying import ERRNO, REASONS
+    from tui.cli.status import explanations
+
+    assert {*ERRNO.values(), *REASONS.values(), "file.failed", "file.noexec"} <= explanations().keys()
