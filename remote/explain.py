@@ -84,6 +84,8 @@ EXPLAIN: dict[str, str] = {
     "job.absent": "No host of this project has a job of that id. `rigbook jobs list` shows all.",
     "job.several": "Several hosts have a job of that id: say which with --host.",
     "job.unknown": "The job was not found on the hosts that answered, and at least one did not answer.",
+    "job.other-command": "Two starts with one --id are one job, so the second must ask for the same as the first. "
+    "Nothing was started.",
     "job.bad-id": "A job's id is a directory's name on its host: letters, digits, dot, underscore, dash.",
     "job.copy-cut": "The local copy of a job's file became shorter while it was written. The next try goes on "
     "from its size.",

@@ -98,6 +98,7 @@ class JobStatus:
     stopped: bool = False  # ended because somebody asked it to
     swept: tuple[str, ...] = ()  # command lines of what it left behind and the supervisor ended
     left: tuple[str, ...] = ()  # and of what would not end
+    digest: str = ""  # of what it runs: see `digest`
     backend: Literal["systemd", "supervisor"] = "supervisor"
     unit: str | None = None
     oom: bool = False
@@ -127,6 +128,7 @@ def parse_status(raw: Mapping[str, Any]) -> JobStatus:
         id=raw["id"],
         state=raw["state"],
         name=raw.get("name", ""),
+        digest=raw.get("digest", ""),
         run=raw.get("run", ""),
         exit=raw.get("exit"),
         signal=raw.get("signal"),
@@ -191,6 +193,17 @@ def check_id(id: str) -> str:
     return id
 
 
+def digest(spec: JobSpec) -> str:
+    """Of what the job does; `JobStatus.digest` is that of the job which really bears the id."""
+    return hashlib.sha256(json.dumps(_plain(spec), sort_keys=True).encode()).hexdigest()
+
+
+def _plain(spec: JobSpec) -> dict[str, Any]:
+    plain: dict[str, Any] = {"argv": list(spec.argv), "cwd": spec.cwd, "env": dict(spec.env), "name": spec.name}
+    plain.update(run=spec.run, memory_max=spec.memory_max, tasks_max=spec.tasks_max, log_quota=spec.log_quota)
+    return plain
+
+
 def _tree(spec: JobSpec) -> dict[str, bytes | Path]:
     """The job directory as it travels."""
     tree: dict[str, bytes | Path] = dict(spec.files)
@@ -204,16 +217,7 @@ def _tree(spec: JobSpec) -> dict[str, bytes | Path]:
             place = file.relative_to(base)
             if file.is_file() and not any(part.startswith(".") or part == "__pycache__" for part in place.parts):
                 tree[f"src/{place.as_posix()}"] = file
-    plain: dict[str, Any] = {
-        "argv": list(spec.argv),
-        "cwd": spec.cwd,
-        "env": dict(spec.env),
-        "name": spec.name,
-        "run": spec.run,
-    }
-    plain.update(memory_max=spec.memory_max, tasks_max=spec.tasks_max, log_quota=spec.log_quota)
-    digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
-    record = {"v": 2, "id": spec.id, **plain, "digest": digest}
+    record = {"v": 2, "id": spec.id, **_plain(spec), "digest": digest(spec)}
     for name, content in (
         ("spec.json", json.dumps(record, indent=1).encode()),
         ("supervisor.pyz", ship.archive()),

@@ -114,7 +114,10 @@ def test_an_action_is_shown_asked_for_and_recorded(root: Path) -> None:
 def test_jobs_from_start_to_stop(root: Path) -> None:
     started = rigbook(root, "jobs", "start", "vm", "--id", "j1", "--", "sh", "-c", "echo one; exec sleep 1000")
     assert (started.returncode, started.stdout) == (0, b"j1\n")
-    assert rigbook(root, "jobs", "start", "vm", "--id", "j1", "--", "sh", "-c", "true").stdout == b"j1\n"
+    same = ("jobs", "start", "vm", "--id", "j1", "--", "sh", "-c", "echo one; exec sleep 1000")
+    assert rigbook(root, *same).stdout == b"j1\n", "the same job"
+    other = rigbook(root, "jobs", "start", "vm", "--id", "j1", "--", "sh", "-c", "true")
+    assert other.returncode == 3 and b"job.other-command" in other.stderr and not other.stdout
     (job,) = json.loads(rigbook(root, "--json", "jobs", "list", "--running").stdout)
     assert (job["id"], job["host"], job["state"]) == ("j1", "vm", "running")
     rigs.until(lambda: rigbook(root, "jobs", "logs", "j1").stdout == b"one\n", every=0.2)

@@ -87,7 +87,7 @@ def state(directory: str) -> Dict[str, Any]:
     try:
         spec = read_json(os.path.join(directory, "spec.json")) or {}
         start = read_json(os.path.join(directory, "start.json"))
-        found.update(name=spec.get("name", ""), run=spec.get("run", ""), reason="")
+        found.update(name=spec.get("name", ""), run=spec.get("run", ""), digest=spec.get("digest", ""), reason="")
         if start is None:
             if lock_held(directory):
                 found["state"] = "running"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from state.errors import UNREACHABLE, USAGE, RigbookError
+from state.errors import REFUSED, UNREACHABLE, USAGE, RigbookError
 from tui.cli.common import confirm, ctx, emit, project, say, table, wait_for
 from tui.cli.rig import chosen, rig_of
 
@@ -95,7 +95,7 @@ def start(
     """
     import secrets
 
-    from remote.jobs import JobSpec, submit
+    from remote.jobs import JobSpec, digest, submit
 
     name = name or command[0].rpartition("/")[2]
     safe = "".join(c if c.isalnum() or c in "._-" else "-" for c in name).strip("-.") or "job"
@@ -116,6 +116,14 @@ def start(
             return await submit(await rig.link(where), spec)
 
     job = wait_for(work())
+    if job.digest and job.digest != digest(spec):
+        raise RigbookError(
+            "job.other-command",
+            f"there is a job {job.id} already, and it runs something else ({job.describe()})",
+            host=where,
+            hint=f"What it is: rigbook jobs show {job.id}. For another job give another --id, or none.",
+            exit_code=REFUSED,
+        )
     emit({"host": where, **job.as_dict()}, job.id)
     say(f"{job.describe()}; its log: rigbook jobs logs -f {job.id}")
 
