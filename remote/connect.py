@@ -352,6 +352,8 @@ class LocalLink(Link):
         channel = LocalChannel(process)
         try:
             channel.begin(line)
+            if eof:
+                await channel.eof()
             yield channel
         finally:
             await channel.close()

@@ -43,6 +43,7 @@ __all__ = [
 State = Literal["running", "finished", "vanished", "lost_reboot", "unknown", "absent"]
 ENDED = frozenset({"finished", "vanished", "lost_reboot"})
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
+PUZZLED = 3  # looks at a job whose record cannot be read
 SUBMIT_S = 120.0
 ANSWER_S = 18.0  # a state that nobody tells by then is unknown
 AGAIN_S = 5.0  # a link that was silent for longer before it was called lost is not tried again while somebody waits
@@ -251,11 +252,13 @@ async def list_jobs(link: Link) -> list[JobStatus]:
 
 
 async def wait(link: Link, id: str) -> JobStatus:
-    """Wait until the job is over (or is absent). A lost link is waited out."""
-    pause, lost = 0.05, 0
+    """Wait until the job is over (or is absent). A lost link is waited out; a host that answers and does not know
+    (a damaged record) is asked a few times."""
+    pause, lost, puzzled = 0.05, 0, 0
     while True:
         now = await status(link, id)
-        if now.over or now.state == "absent":
+        puzzled = puzzled + 1 if now.state == "unknown" and now.dir else 0
+        if now.over or now.state == "absent" or puzzled >= PUZZLED:
             return now
         lost = lost + 1 if now.state == "unknown" else 0
         await asyncio.sleep(1 + backoff(min(lost, 6)) if lost else pause)

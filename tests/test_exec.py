@@ -85,6 +85,8 @@ async def test_codes_signals_and_input(where: tuple[Project, str]) -> None:
         data = bytes(range(256)) * 4096
         echoed = await link.run(["cat"], stdin=data)
         assert echoed.stdout == data and echoed.stderr == b""
+        for empty in (await link.run(["cat"]), await link.run(["cat"], timeout=30)):
+            assert empty.ok and empty.stdout == b"", "no input is an input that ends at once"
         assert (await link.run(["true"], stdin=data)).ok, "a command may leave its input unread"
 
 

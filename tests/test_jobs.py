@@ -213,6 +213,7 @@ async def test_a_damaged_record_is_unknown_not_success(link: Link) -> None:
     end = await jobs.wait(link, "damaged")
     await link.write(f"{end.dir}/exit.json", b'{"exit": 0')
     assert (await jobs.status(link, "damaged")).state == "unknown"
+    assert (await asyncio.wait_for(jobs.wait(link, "damaged"), 60)).state == "unknown", "nobody waits for ever"
 
 
 async def test_an_unreachable_host_says_nothing_about_its_jobs(tmp_path: Path) -> None:
