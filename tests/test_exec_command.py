@@ -178,7 +178,9 @@ def test_an_action_is_recorded_however_it_ends(root: Path) -> None:
     assert actions(root) == [("look", "failed", 3), ("late", "failed", None)]
 
     def begin() -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "tui.cli.main", "-C", str(root), "--yes", "do", "slow"]
+        # Who runs the tests in the background ignores SIGINT, and hands that on.
+        env = ["env", "--default-signal=INT"]
+        command = [*env, sys.executable, "-m", "tui.cli.main", "-C", str(root), "--yes", "do", "slow"]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
         assert process.stdout and process.stdout.readline() == b"begun\n"
         return process
