@@ -17,7 +17,7 @@ import os
 import random
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self
@@ -170,6 +170,8 @@ class Link(ABC):
                     work.cancel()
                     if feeding:
                         feeding.cancel()  # a command may end and leave its input unread
+                        # Its source may belong to the caller, who closes it as soon as we return.
+                        await asyncio.gather(feeding, return_exceptions=True)
         except Lost as error:
             return Result("unknown", reason=f"the link was lost: {error}", host=self.name)
         if code is None and signal_name is None:
@@ -277,8 +279,13 @@ async def _feed(channel: Channel, feed: Feed) -> None:
             for at in range(0, len(feed), CHUNK):
                 await channel.write(feed[at : at + CHUNK])
         else:
-            async for chunk in feed:
-                await channel.write(chunk)
+            async with contextlib.AsyncExitStack() as stack:
+                if isinstance(feed, AsyncGenerator):
+                    # Cancelled amid a write, it would be closed when it is collected: by then what it reads from may
+                    # be gone, and its number that of something else.
+                    stack.push_async_callback(feed.aclose)
+                async for chunk in feed:
+                    await channel.write(chunk)
         await channel.eof()
     except BrokenPipeError:
         return  # it ended without reading its input, as `true` does; its exit code tells

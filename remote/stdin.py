@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import select
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 CHUNK = 256 * 1024
 
 
-async def chunks(descriptor: int) -> AsyncIterator[bytes]:
+async def chunks(descriptor: int) -> AsyncGenerator[bytes, None]:
     """What comes in, until its end. The descriptor stays blocking: a terminal shares that flag with our output."""
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()

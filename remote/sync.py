@@ -18,7 +18,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from remote import rsync_bridge, stdin
@@ -125,36 +125,41 @@ async def _serve(door: socket.socket, link: Link) -> Result:
     guest, _ = await loop.sock_accept(door)
     guest.setblocking(False)
     with guest:
-        came = loop.create_future()
-        loop.add_reader(guest, came.set_result, None)
-        await came
-        loop.remove_reader(guest)
+        came = asyncio.Event()
+        loop.add_reader(guest, came.set)
+        try:
+            await came.wait()
+        finally:
+            loop.remove_reader(guest)
         message, pipes, _, _ = socket.recv_fds(guest, 65536, 3)
         errors = bytearray()
+        writing: set[asyncio.Future[None]] = set()
+        code = 255
         try:
             argv = json.loads(message)[1:]  # without the name of the host
 
             async def out(data: bytes) -> None:
-                await asyncio.to_thread(_write, pipes[1], data)
+                work = asyncio.ensure_future(asyncio.to_thread(_write, pipes[1], data))
+                writing.add(work)
+                work.add_done_callback(writing.discard)
+                await asyncio.shield(work)
 
-            result = await link.stream(argv, feed=_from(pipes[0]), out=out, err=errors.extend)
+            result = await link.stream(argv, feed=stdin.chunks(pipes[0]), out=out, err=errors.extend)
+            code = result.code
         except BrokenPipeError:
             result = Result("signaled", signal="PIPE", host=link.name)
-        except RigbookError:
-            with contextlib.suppress(OSError):
-                await loop.sock_sendall(guest, b"255")
-            raise
+            code = result.code
         finally:
-            for pipe in pipes:
-                os.close(pipe)
-        with contextlib.suppress(OSError):
-            await loop.sock_sendall(guest, str(result.code).encode())
+            # In this order: the helper ends, rsync finds nobody who reads what it writes and ends, so a thread of
+            # ours that still writes to it ends. Closed earlier, that would write into whatever gets the number.
+            with contextlib.suppress(OSError):
+                await loop.sock_sendall(guest, str(code).encode())
+            os.close(pipes[0])
+            if writing:
+                await asyncio.wait(writing)
+            os.close(pipes[1])
+            os.close(pipes[2])
         return Result(result.state, result.exit, result.signal, b"", bytes(errors), result.reason, link.name)
-
-
-async def _from(pipe: int) -> AsyncIterator[bytes]:
-    async for data in stdin.chunks(pipe):
-        yield data
 
 
 def _write(pipe: int, data: bytes) -> None:

@@ -138,7 +138,7 @@ async def test_a_cut_directory_is_not_there(box: rigs.Sshd, tmp_path: Path) -> N
         far = (await link.run(["mktemp", "-d", "/tmp/rb-files-XXXXXX"])).text().strip()
         reached = asyncio.Event()
         put = asyncio.ensure_future(
-            files.put_tree(link, source, f"{far}/copy", progress=lambda done, total: reached.set())
+            files.put_tree(link, source, f"{far}/copy", progress=lambda done, total, now=reached: now.set())
         )
         await reached.wait()
         box.cut()
@@ -149,7 +149,7 @@ async def test_a_cut_directory_is_not_there(box: rigs.Sshd, tmp_path: Path) -> N
         await files.put_tree(link, source, f"{far}/copy")
         reached.clear()
         get = asyncio.ensure_future(
-            files.get_tree(link, f"{far}/copy", tmp_path / "back", progress=lambda done, total: reached.set())
+            files.get_tree(link, f"{far}/copy", tmp_path / "back", progress=lambda done, total, now=reached: now.set())
         )
         await reached.wait()
         box.cut()
@@ -260,3 +260,38 @@ async def test_without_rsync_everything_goes_by_tar(
     with pytest.raises(RigbookError) as caught:
         await files.sync_tree(link, source, f"{far}/copy", delete=True)
     assert caught.value.id == "file.no-rsync"
+
+
+@pytest.mark.skipif(shutil.which("rsync") is None, reason="rsync is not installed")
+@pytest.mark.parametrize("fetch", [False, True], ids=["there", "back"])
+async def test_a_cut_sync_leaves_the_next_one_alone(box: rigs.Sshd, tmp_path: Path, fetch: bool) -> None:  # noqa: F811
+    """Whatever was open when the link went, its number may be given to the next connection."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for number in range(8):
+        (source / str(number)).write_bytes(os.urandom(12 << 20))
+    async with Rig(box.project(next(iter(box.users)))) as rig:
+        link = await rig.link("box")
+        far = (await link.run(["mktemp", "-d", "/tmp/rb-files-XXXXXX"])).text().strip()
+        try:
+            if fetch:
+                await files.put_tree(link, source, f"{far}/source")
+            for round_ in range(6):
+                here = tmp_path / f"copy{round_}" if fetch else source
+                there = f"{far}/source" if fetch else f"{far}/copy{round_}"
+                reached = asyncio.Event()
+                work = asyncio.ensure_future(
+                    files.sync_tree(link, here, there, fetch=fetch, progress=lambda done, total, now=reached: now.set())
+                )
+                await asyncio.wait_for(reached.wait(), 60)
+                box.cut()
+                with pytest.raises(RigbookError) as caught:
+                    await asyncio.wait_for(work, 60)
+                assert caught.value.exit_code == 4, caught.value
+                assert (await asyncio.wait_for(link.run(["echo", "well"]), 30)).stdout == b"well\n"
+            whole = await asyncio.wait_for(files.sync_tree(link, here, there, fetch=fetch), 60)
+            assert whole.by == "rsync"
+            if fetch:
+                assert seen(here) == seen(source)
+        finally:
+            await link.run(["rm", "-rf", far])
