@@ -195,3 +195,23 @@ def test_an_action_is_recorded_however_it_ends(root: Path) -> None:
     assert actions(root)[-1] == ("slow", "running", None)
     assert rigbook(root, "--yes", "do", "look").returncode == 3
     assert actions(root)[-2:] == [("slow", "lost", None), ("look", "failed", 3)]
+
+
+@pytest.mark.parametrize("hosts", [["box"], ["box", "again"]], ids=["one", "two"])
+def test_ctrl_c_ends_the_command_there(hosts: list[str]) -> None:
+    script = "echo $$; exec sleep 60"
+    env = ["env", "--default-signal=INT"]
+    with rigs.sshd() as box:
+        box.project(next(iter(box.users)))
+        text = '[project]\nname = "lab"\nssh_config = "ssh_config"\n'
+        text += "".join(f'[hosts.{name}]\nkind = "linux"\nssh = "box"\n' for name in hosts)
+        (box.root / "rigbook.toml").write_text(text)
+        words = ["-C", str(box.root), "exec", *hosts, "--", "sh", "-c", script]
+        command = [*env, sys.executable, "-m", "tui.cli.main", *words]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
+        assert process.stdout
+        pids = [int(process.stdout.readline().split()[-1]) for _ in hosts]
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+        assert process.returncode == 130 and b"interrupted" in errors and b"Traceback" not in errors
+        rigs.until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))

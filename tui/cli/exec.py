@@ -170,12 +170,18 @@ async def _exec(loaded: Project, names: list[str], ask: Ask) -> list[Ended]:
     async with rig_of(loaded) as rig:
         work = {name: asyncio.ensure_future(_one(rig, name, ask, len(names))) for name in names}
         failed = ""
-        for done in asyncio.as_completed([_named(name, task) for name, task in work.items()]):
-            name = await done
-            if not failed and ask.first_failure and not work[name].cancelled() and work[name].result().code:
-                failed = name
-                for task in work.values():
-                    task.cancel()
+        try:
+            for done in asyncio.as_completed([_named(name, task) for name, task in work.items()]):
+                name = await done
+                if not failed and ask.first_failure and not work[name].cancelled() and work[name].result().code:
+                    failed = name
+                    for task in work.values():
+                        task.cancel()
+        finally:
+            # Ctrl-C, or one that failed: each tells its command to end, for which the links must still be there.
+            for task in work.values():
+                task.cancel()
+            await asyncio.wait(work.values())
         ended = []
         for name, task in work.items():
             if task.cancelled():
