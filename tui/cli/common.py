@@ -87,13 +87,13 @@ def interactive() -> bool:
     return sys.stdin.isatty() and sys.stderr.isatty()
 
 
-def confirm(question: str) -> None:
+def confirm(question: str, flag: str = "--yes") -> None:
     """Return when the user agrees (or gave --yes); otherwise refuse. Unattended, nothing is assumed."""
     if ctx.yes:
         return
     if not interactive():
         raise RigbookError(
-            "confirm.unattended", f"{question} Nobody is here to ask.", hint="Give --yes.", exit_code=REFUSED
+            "confirm.unattended", f"{question} Nobody is here to ask.", hint=f"Give {flag}.", exit_code=REFUSED
         )
     sys.stderr.write(f"{question} [y/N] ")
     sys.stderr.flush()

@@ -90,7 +90,7 @@ def trust(
             break
         say(f"{error.message}\n  Compare on the machine's console: ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub")
         if not accept_new:
-            confirm("Is it the same, and shall it be trusted?")
+            confirm("Is it the same, and shall it be trusted?", "--accept-new")
         told.append(error.pin())
     emit({"host": name, "pinned": told}, "\n".join(told) or f"the key of {name} is trusted already")
 

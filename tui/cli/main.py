@@ -31,9 +31,7 @@ COMMANDS: dict[str, Command] = {
     "doctor": Command("tui.cli.doctor", "doctor", "Check what is needed and say what is wrong."),
     "explain": Command("tui.cli.status", "explain", "What an error id or check id means and what to do."),
     "config": Command("tui.cli.config", "app", "Check, explain or print the schema of rigbook.toml."),
-    "hosts": Command(
-        "tui.cli.hosts", "app", "The hosts of this rig, whether they answer; trust a host's key.", "json yes"
-    ),
+    "hosts": Command("tui.cli.hosts", "app", "The hosts of this rig, whether they answer; trust a host's key."),
     "probe": Command("tui.cli.rig", "probe", "Look at hosts and write what they are into the book."),
     "exec": Command("tui.cli.exec", "exec_", "Run a command or a script on hosts."),
     "shell": Command("tui.cli.rig", "shell", "A shell on a host.", ""),
