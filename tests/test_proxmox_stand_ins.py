@@ -192,6 +192,8 @@ def test_guest_exec_waits_as_long_as_told(rig: ProxmoxRig) -> None:
     while not (told := json.loads(said(rig, "qm", "guest", "exec-status", "200", str(pid))))["exited"]:
         pass
     assert told == {"exited": 1, "exitcode": 0, "out-data": "late\n"}, "it was not stopped"
+    again = call(rig, "qm", "guest", "exec-status", "200", str(pid))
+    assert (again.returncode, again.stderr) == (255, b"Agent error: Invalid parameter 'pid'\n"), "an end is told once"
     at_once = call(rig, "qm", "guest", "exec", "200", "--synchronous", "0", "--", "true")
     assert set(json.loads(at_once.stdout)) == {"pid"} and at_once.stderr == b""
 

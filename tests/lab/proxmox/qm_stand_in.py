@@ -78,6 +78,8 @@ def follow(guest: node.Guest, limit: int, command: list[str]) -> None:
     enter = ["nsenter", "-t", str(node.pid(guest)), "-a", "-r", "-w", "--", *command]
     path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     child = subprocess.Popen(enter, stdin=pipe, stdout=pipe, stderr=pipe, env={"PATH": path})
+    kept = record(guest, child.pid)
+    keep(kept, {"exited": 0})  # before the pid is told: the agent knows it from then on, also while it ends
     print(child.pid, flush=True)
     os.close(1)
     out, err = child.communicate(sys.stdin.buffer.read())
@@ -88,10 +90,13 @@ def follow(guest: node.Guest, limit: int, command: list[str]) -> None:
             told[f"{name}-data"] = base64.b64encode(data[:limit]).decode()
         if len(data) > limit:
             told[f"{name}-truncated"] = 1
-    kept = record(guest, child.pid)
-    with open(kept + ".new", "w") as file:
+    keep(kept, told)
+
+
+def keep(path: str, told: dict[str, Any]) -> None:
+    with open(path + ".new", "w") as file:
         json.dump(told, file)
-    os.replace(kept + ".new", kept)
+    os.replace(path + ".new", path)
 
 
 def exec_status(guest: node.Guest, pid: int) -> dict[str, Any]:
@@ -99,9 +104,9 @@ def exec_status(guest: node.Guest, pid: int) -> dict[str, Any]:
         with open(record(guest, pid)) as file:
             told: dict[str, Any] = json.load(file)
     except FileNotFoundError:
-        if not os.path.exists(f"/proc/{pid}"):
-            node.die("Agent error: Invalid parameter 'pid'")
-        return {"exited": 0}
+        node.die("Agent error: Invalid parameter 'pid'")
+    if told["exited"]:
+        os.unlink(record(guest, pid))  # told once, as the agent does (qga/commands.c): then the pid is free for another
     for name in ("out-data", "err-data"):
         if name in told:
             # Perl writes each byte as the character of that number: latin-1 brings the bytes back.
