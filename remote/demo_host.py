@@ -91,6 +91,7 @@ async def _with_pipes(
     child = _start(argv, stdin[0], stdout[1], stderr[1], env, home)
     for end in (stdin[0], stdout[1], stderr[1]):
         os.close(end)
+    _pass_signals(process, child)
     incoming = asyncio.ensure_future(_input(process, child, stdin[1]))
     outputs = asyncio.gather(
         _output(stdout[0], process.stdout),
@@ -119,6 +120,7 @@ async def _with_terminal(
     _resize(master, process.get_terminal_size())
     child = _start([sys.executable, "-I", "-S", "-c", _TAKE_TERMINAL, *argv], slave, slave, slave, env, home)
     os.close(slave)
+    _pass_signals(process, child)
     incoming = asyncio.ensure_future(_input(process, child, os.dup(master), terminal=master))
     output = asyncio.ensure_future(_output(master, process.stdout))
     closed = asyncio.ensure_future(process.wait_closed())
@@ -161,21 +163,27 @@ async def _ended(child: subprocess.Popen[bytes]) -> int:
     return child.wait()
 
 
+def _pass_signals(process: asyncssh.SSHServerProcess[bytes], child: subprocess.Popen[bytes]) -> None:
+    """Client's signals to the command. By asyncssh's own way they are read with the input, and after its end never."""
+
+    def received(name: str) -> None:
+        number = getattr(signal, f"SIG{name}", None)
+        if number is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, number)
+
+    process.signal_received = received  # type: ignore[method-assign, assignment]
+
+
 async def _input(
     process: asyncssh.SSHServerProcess[bytes], child: subprocess.Popen[bytes], descriptor: int, terminal: int = -1
 ) -> None:
-    """Client's input into the command; signals and window sizes come along the same way."""
+    """Client's input into the command; window sizes come along the same way."""
     os.set_blocking(descriptor, False)
     try:
         while True:
             try:
                 data = await process.stdin.read(CHUNK)
-            except asyncssh.SignalReceived as received:
-                number = getattr(signal, f"SIG{received.signal}", None)
-                if number is not None:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(child.pid, number)
-                continue
             except asyncssh.TerminalSizeChanged as changed:
                 if terminal >= 0:
                     _resize(terminal, changed.term_size)

@@ -57,6 +57,23 @@ def test_binary_through_and_signal_back(client: paramiko.SSHClient) -> None:
     assert out.read() == b"" and out.channel.recv_exit_status() == -1  # paramiko's way to say: by a signal
 
 
+@pytest.mark.parametrize("input_ended", [False, True])
+def test_a_signal_reaches_the_command(client: paramiko.SSHClient, input_ended: bool) -> None:
+    stdin, out, _ = client.exec_command("trap 'echo got it; exit 5' INT; echo ready; while :; do sleep 0.05; done")
+    out.channel.settimeout(20)
+    if input_ended:
+        stdin.channel.shutdown_write()
+    assert out.readline() == "ready\n"
+    message = paramiko.Message()  # paramiko itself never sends one: RFC 4254, section 6.9
+    message.add_byte(paramiko.common.cMSG_CHANNEL_REQUEST)
+    message.add_int(out.channel.remote_chanid)
+    message.add_string("signal")
+    message.add_boolean(False)
+    message.add_string("INT")
+    out.channel.get_transport()._send_user_message(message)
+    assert out.read() == b"got it\n" and out.channel.recv_exit_status() == 5
+
+
 def test_terminal_has_a_size_and_hangs_up(client: paramiko.SSHClient) -> None:
     channel = client.get_transport().open_session()  # type: ignore[union-attr]
     channel.get_pty("xterm", width=101, height=33)
