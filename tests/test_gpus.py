@@ -434,3 +434,19 @@ def test_other_peoples_work_is_named_twice(machine: Machine) -> None:
     # What is protected is in no plan, whoever asks.
     note = json.loads(machine.rigbook("clean", "--foreign", "here:1", "--json").stdout)[0]
     assert not note["items"] and note["notes"]
+
+
+def test_doctor_looks_at_the_gpus_too() -> None:
+    with gpu_machine([fake_gpu(0)]) as machine:
+        machine.project()
+        rows = {row["check"]: row for row in json.loads(machine.rigbook("doctor", "--json").stdout)}
+        assert rows["gpu.held"]["state"] == "ok" and rows["gpu.held"]["host"] == "here"
+        machine.gpus[0].values["temp"] = 95
+        machine.gpus[0].values["base"] = 5 << 30
+        machine.write()
+        done = machine.rigbook("doctor", "--json")
+        rows = {row["check"]: row for row in json.loads(done.stdout)}
+        assert done.returncode == 6 and {"gpu.held", "gpu.hot"} <= {
+            id for id, row in rows.items() if row["state"] != "ok"
+        }
+        assert rows["gpu.held"]["evidence"] == machine.gpus[0].values["uuid"]

@@ -65,8 +65,12 @@ async def _look(names: list[str]) -> tuple[list[Finding], list[dict[str, Any]]]:
         return findings, passed
     hosts = chosen(loaded, names or None)
     from remote.checks import config, look, unreachable
+    from remote.gpu_checks import findings as gpu_findings
+    from tui.cli.gpus import look_at
 
     file = loaded.root / loaded.project.ssh_config if loaded.project.ssh_config else None
+
+    whole: set[str] = set()  # where a probe can run
 
     async with rig_of(loaded) as rig:
 
@@ -90,11 +94,21 @@ async def _look(names: list[str]) -> tuple[list[Finding], list[dict[str, Any]]]:
                 played = ", played" if host.played else ""
                 passed.append(_ok(name, "host.reached", f"{host.kind}{played}, by {link.route()['route']}"))
                 if not host.played:
+                    if "host.no-python" not in bad:
+                        whole.add(name)
                     passed.extend(_ok(name, id, words) for id, words in LOOKED.items() if id not in bad)
             return [*found, *looked]
 
         for part in await asyncio.gather(*map(one, hosts)):
             findings += part
+        looks, failures = await look_at(rig, loaded, sorted(whole))
+        for name, why in failures.items():
+            say(f"{name}: its GPUs were not looked at: {why}")
+        for seen in looks:
+            wrong = gpu_findings(seen)
+            findings += wrong
+            if seen.gpus and not wrong:
+                passed.append(_ok(seen.host, "gpu.held", f"GPUs: {len(seen.gpus)}, and no memory held by dead work"))
     passed.sort(key=lambda row: (row["host"] is not None, row["host"] or ""))
     return list(dict.fromkeys(findings)), passed
 
