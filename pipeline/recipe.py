@@ -26,6 +26,7 @@ class StageDef:
     model: bool = False  # reads the target model, as input "model"
     settings: Callable[[Project], dict[str, Any]] = lambda project: {}
     server: Callable[[Pipeline], str] | None = None  # the profile that must answer while it runs
+    transient: tuple[str, ...] = ()  # settings that say where or how fast: changing them keeps what is done
 
 
 def _base_url(project: Project) -> str:
@@ -65,8 +66,19 @@ def _answers(pipeline: Pipeline) -> str:
     return pipeline.generate.profile
 
 
+# What the model is decides what a row is; which server answered, and how fast, does not.
+WHERE = ("base_url", "concurrency")
+
 STAGES: tuple[StageDef, ...] = (
-    StageDef("prompts", "prompts", "prompts to train and measure on", model=True, settings=_prompts, server=_answers),
+    StageDef(
+        "prompts",
+        "prompts",
+        "prompts to train and measure on",
+        model=True,
+        settings=_prompts,
+        server=_answers,
+        transient=WHERE,
+    ),
     StageDef(
         "generate",
         "generate",
@@ -74,6 +86,7 @@ STAGES: tuple[StageDef, ...] = (
         {"prompts": ("prompts", "train.jsonl")},
         settings=_generate,
         server=_answers,
+        transient=WHERE,
     ),
     StageDef(
         "held_self",
@@ -82,6 +95,7 @@ STAGES: tuple[StageDef, ...] = (
         {"prompts": ("prompts", "held_self.jsonl")},
         settings=_held,
         server=_answers,
+        transient=WHERE,
     ),
     StageDef(
         "held_people",
@@ -90,6 +104,7 @@ STAGES: tuple[StageDef, ...] = (
         {"prompts": ("prompts", "held_people.jsonl")},
         settings=_held,
         server=_answers,
+        transient=WHERE,
     ),
     StageDef(
         "tokenize",
@@ -193,6 +208,7 @@ def spec(project: Project, stage: StageDef) -> dict[str, Any]:
         "out": folder(project, stage.name),
         "inputs": inputs,
         "settings": stage.settings(project),
+        "transient": list(stage.transient),
     }
 
 

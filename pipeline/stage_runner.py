@@ -8,7 +8,7 @@ from typing import Any
 from pipeline import server
 from pipeline.recipe import StageDef, pipeline_of, spec
 from pipeline.runs import Outcome, Update, Work, job_key, run_job, settle_all
-from pipeline.stages.protocol import Refused, parse_object
+from pipeline.stages.protocol import Refused, lasting, parse_object
 from remote.connect import Link
 from state.errors import REFUSED, RigbookError
 from state.events import RunKind
@@ -55,14 +55,14 @@ async def run_module(work: Work, name: str, module: str, wanted: dict[str, Any],
         files={"stage.json": document},
         env=dict(env.vars),
         settings=wanted["settings"],
-        key=job_key(wanted),
+        key=job_key({**wanted, "settings": lasting(wanted)}),  # a job that asks elsewhere is the same work
     )
 
 
 async def done_manifest(link: Link, wanted: dict[str, Any]) -> dict[str, Any] | None:
     """The manifest of a finished stage folder, if it is of this very configuration and its inputs are unchanged."""
     manifest = await read_json(link, f"{wanted['out']}/manifest.json")
-    if manifest is None or not manifest.get("complete") or manifest["settings"] != wanted["settings"]:
+    if manifest is None or not manifest.get("complete") or lasting(manifest) != lasting(wanted):
         return None
     for name, path in wanted["inputs"].items():
         if manifest["inputs"].get(name, {}).get("path") != path:

@@ -35,6 +35,20 @@ def test_specs_follow_the_project_file(project: Project, tmp_path: Path) -> None
     assert spec(project, BY_NAME["train"])["settings"] != spec(other, BY_NAME["train"])["settings"]
 
 
+def test_where_it_runs_is_not_what_it_is(project: Project, tmp_path: Path) -> None:
+    """Another port and another concurrency: the same work, so the same job key and a folder that may go on."""
+    from pipeline.stages.protocol import lasting
+
+    text = project_file(tmp_path, {"baseline": 4001, "eagle3": 4002})
+    moved = loads(text.replace("4001", "5001").replace("concurrency = 64", "concurrency = 8"), tmp_path)
+    warmer = loads(text.replace("temperature = 0.7", "temperature = 0.9"), tmp_path)
+    for name in ("prompts", "generate", "held_self", "held_people"):
+        old, new = spec(project, BY_NAME[name]), spec(moved, BY_NAME[name])
+        assert old["settings"] != new["settings"] and lasting(old) == lasting(new)
+    stage = BY_NAME["generate"]
+    assert lasting(spec(project, stage)) != lasting(spec(warmer, stage))
+
+
 @pytest.mark.parametrize(
     ("names", "from_", "until", "expected"),
     [

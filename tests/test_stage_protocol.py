@@ -64,6 +64,25 @@ def test_changed_configuration_is_refused_by_name(tmp_path: Path, change: str) -
     assert ("settings.x" if change == "settings" else "inputs.text") in str(error["message"])
 
 
+def test_a_transient_setting_may_change_and_only_that(tmp_path: Path) -> None:
+    """Half done, asked to go on elsewhere: it goes on; what was done stays done. With other content it is refused."""
+
+    def spec_at(url: str, x: int) -> dict[str, Any]:
+        return spec(tmp_path, x=x, url=url) | {"transient": ["url"]}
+
+    def broken(stage: Stage) -> dict[str, object]:
+        raise OSError(28, "No space left on device")
+
+    assert execute(spec_at("a", 1), broken) == protocol.REFUSED
+    assert execute(spec_at("b", 2), lambda stage: {}) == protocol.REFUSED
+    assert "settings.x" in str(events(tmp_path)[-1]["message"])
+    assert execute(spec_at("b", 1), lambda stage: {"url": stage.settings["url"]}) == 0
+    assert execute(spec_at("c", 1), broken) == 0, "done is done"
+    manifest = read_json(tmp_path / "out" / "manifest.json")
+    assert manifest and manifest["result"] == {"url": "b"} and manifest["settings"]["url"] == "b"
+    assert protocol.lasting(manifest) == protocol.lasting(spec_at("c", 1)) == {"x": 1}
+
+
 DAMAGE = {
     "manifest.json": ['{"schema": 1, "comp', "", "[]"],
     "begun.json": ['{"key"', "null"],

@@ -1,6 +1,7 @@
 """How a stage talks to the one that started it.  `python -m pipeline.stages.NAME --spec spec.json`
 
-spec.json     {"stage", "out", "inputs": {name: path}, "settings": {...}, "events": path; else beside the spec}
+spec.json     {"stage", "out", "inputs": {name: path}, "settings": {...}, "events": path; else beside the spec,
+              "transient": names of settings that say where or how fast, and may change while the folder stays the same}
 out/          begun.json      written first: the key of the configuration that this folder belongs to
               manifest.json   written last: digests of inputs, settings, code, result, artifacts, `complete`
 events file   one JSON object a line: progress, metric, fact, artifact, warning, error, result, each with `t` (Unix s)
@@ -175,7 +176,7 @@ def _run_once(stage: Stage, spec: dict[str, Any], run: Callable[[Stage], dict[st
     identity = {
         "stage": stage.name,
         "inputs": {name: value["sha256"] for name, value in inputs.items()},
-        "settings": stage.settings,
+        "settings": lasting(spec),
     }
     key = digest_json(identity)
     begun = read_json(stage.out / "begun.json")
@@ -203,6 +204,7 @@ def _run_once(stage: Stage, spec: dict[str, Any], run: Callable[[Stage], dict[st
             "key": key,
             "inputs": inputs,
             "settings": stage.settings,
+            "transient": sorted(spec.get("transient", ())),
             "code": code_digest(),
             "result": result,
             "artifacts": stage.artifacts,
@@ -212,6 +214,12 @@ def _run_once(stage: Stage, spec: dict[str, Any], run: Callable[[Stage], dict[st
         },
     )
     return result
+
+
+def lasting(spec: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a spec or a manifest that decide what comes out: all but those listed as transient."""
+    transient = set(spec.get("transient", ()))
+    return {name: value for name, value in spec.get("settings", {}).items() if name not in transient}
 
 
 def _check_rows(stage: Stage, rows: dict[str, int] | None) -> None:

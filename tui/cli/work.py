@@ -79,11 +79,12 @@ async def _changed(link: Any, wanted: dict[str, Any]) -> bool:
     Such a folder is not merely to do: `run` refuses it (stage.changed).
     """
     from pipeline.stage_runner import read_json
+    from pipeline.stages.protocol import lasting
 
     begun = await read_json(link, f"{wanted['out']}/begun.json")
     if begun is None:
         return False
-    if begun["identity"]["settings"] != wanted["settings"]:
+    if begun["identity"]["settings"] != lasting(wanted):
         return True
     manifest = await read_json(link, f"{wanted['out']}/manifest.json")
     return bool(manifest and manifest.get("complete"))
