@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.eagle3.draft import DraftConfig, rms_norm, rope_table, rotate
-from pipeline.eagle3.shards import Row, span_left
+from pipeline.eagle3.teacher import Taught, span_left
 
 
 def plain_loss(
@@ -23,7 +23,7 @@ def plain_loss(
     weights: dict[str, Tensor],
     embed: Tensor,
     head: Tensor,
-    rows: Sequence[Row],
+    rows: Sequence[Taught],
     rms: Tensor,
     steps: int,
     decay: float = 0.8,

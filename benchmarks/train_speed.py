@@ -39,7 +39,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.plain_ttt import plain_loss
 from pipeline.eagle3.draft import DraftConfig
-from pipeline.eagle3.shards import Row, pack
+from pipeline.eagle3.teacher import Taught, pack
 from pipeline.eagle3.train import Settings, Trainer
 from pipeline.eagle3.ttt import trained_shapes
 
@@ -62,19 +62,19 @@ DEMO_ROWS = [(52, 120), (44, 130), (58, 108)]
 ALL_RESPONSE = [(2, 170), (2, 172), (2, 164)]
 
 
-def make_rows(shape: list[tuple[int, int]], seed: int = 0) -> list[Row]:
+def make_rows(shape: list[tuple[int, int]], seed: int = 0) -> list[Taught]:
     g = torch.Generator().manual_seed(seed)
     rows = []
     for i, (prompt, response) in enumerate(shape):
         length = prompt + response
         top = torch.softmax(3 * torch.randn(response, CONFIG.draft_vocab_size, generator=g), -1).topk(CANDIDATES, -1)
         rows.append(
-            Row(
+            Taught(
                 id=str(i),
                 tokens=torch.randint(CONFIG.vocab_size, (length,), generator=g),
                 mask=torch.tensor([0] * prompt + [1] * response, dtype=torch.bool),
                 aux=torch.randn(length, CONFIG.capture_size, generator=g).bfloat16(),
-                last=torch.zeros(response, CONFIG.hidden_size).bfloat16(),
+                last=torch.zeros(length, CONFIG.hidden_size).bfloat16(),
                 teacher_ids=top.indices.to(torch.int32),
                 teacher_probs=top.values.half(),
             )
@@ -88,14 +88,14 @@ def start() -> dict[str, Tensor]:
     return made | {"norm": torch.ones(CONFIG.hidden_size)}
 
 
-def ours(rows: list[Row], embed: Tensor, head: Tensor, dtype: torch.dtype) -> Callable[[], object]:
+def ours(rows: list[Taught], embed: Tensor, head: Tensor, dtype: torch.dtype) -> Callable[[], object]:
     """A whole training step as the stage does it: packing, loss, gradient, optimiser."""
     trainer = Trainer(CONFIG, start(), embed, head, Settings(GUESSES, 1e-5, dtype))
     rms = torch.ones(CONFIG.capture_size)
     return lambda: trainer.step(pack(rows, rms, dtype)[0], 10**9)
 
 
-def plain(rows: list[Row], embed: Tensor, head: Tensor, dtype: torch.dtype) -> Callable[[], object]:
+def plain(rows: list[Taught], embed: Tensor, head: Tensor, dtype: torch.dtype) -> Callable[[], object]:
     """The same step written plainly: dense autograd, parameters in the compute type, torch's AdamW."""
     weights = {name: tensor.to(dtype).requires_grad_() for name, tensor in start().items()}
     optimizer = torch.optim.AdamW(weights.values(), lr=1e-5)

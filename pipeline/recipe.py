@@ -138,7 +138,7 @@ STAGES: tuple[StageDef, ...] = (
         "hidden",
         "hidden",
         "hidden states of the target",
-        {"rows": ("mix", "rows.jsonl"), "vocab": ("vocab", "vocab.safetensors")},
+        {"rows": ("mix", "rows.jsonl")},
         model=True,
         settings=_only("hidden"),
     ),

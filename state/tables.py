@@ -133,7 +133,11 @@ class VocabTable(Table, frozen=True, kw_only=True):
 
 
 class HiddenTable(Table, frozen=True, kw_only=True):
-    layers: Annotated[list[int], Meta(description="layers whose inputs the drafter sees; empty: 2, L//2, L-3")] = []
+    layers: Annotated[
+        list[int], Meta(description="layers whose outputs the drafter sees, counted from 0; empty: 1, L//2-1, L-4")
+    ] = []
+    device: Annotated[str, Meta(description="where the target computes: cpu, cuda or auto")] = "cpu"
+    batch_tokens: Annotated[int, Meta(description="tokens of one forward pass; 0: what suits the device", ge=0)] = 0
     dtype: Annotated[str, Meta(description="number format the target computes in (states are stored in bf16)")] = (
         "bfloat16"
     )

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.eagle3.frozen import Vocab, vocab_bytes
-from pipeline.eagle3.shards import read_shards
+from pipeline.eagle3 import teacher
+from pipeline.eagle3.frozen import Vocab
+from pipeline.eagle3.shards import bytes_per_token, read_index, read_shards
 from pipeline.eagle3.target import Target
 from pipeline.stages import hidden
 from pipeline.stages.protocol import Refused, write_jsonl
@@ -23,7 +24,7 @@ VOCAB = Vocab(torch.arange(2, 384, 3), 384)
 
 @pytest.fixture
 def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
-    monkeypatch.setattr(hidden, "SHARD_ROWS", 4)
+    monkeypatch.setattr(hidden, "SHARD_BYTES", (4 * 20 * 389, 1 << 30))  # three or four rows
     generator = torch.Generator().manual_seed(0)
     rows = []
     for i in range(10):
@@ -31,9 +32,8 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
         ids = torch.randint(3, 384, (length,), generator=generator).tolist()
         rows.append({"id": f"r{i}", "input_ids": ids, "loss_mask": [0] * 4 + [1] * (length - 4)})
     write_jsonl(tmp_path / "rows.jsonl", rows)
-    (tmp_path / "vocab.safetensors").write_bytes(vocab_bytes(VOCAB))
     model = make_tiny_model(tmp_path / "model")
-    return {"rows": tmp_path / "rows.jsonl", "vocab": tmp_path / "vocab.safetensors", "model": model}
+    return {"rows": tmp_path / "rows.jsonl", "model": model}
 
 
 def run(tmp_path: Path, inputs: dict[str, Path], **settings: Any) -> dict[str, Any]:
@@ -42,20 +42,51 @@ def run(tmp_path: Path, inputs: dict[str, Path], **settings: Any) -> dict[str, A
 
 def test_states_are_those_of_the_row_alone(tmp_path: Path, inputs: dict[str, Path]) -> None:
     result = run(tmp_path, inputs)
-    assert result["layers"] == [2, 4, 5] and result["shards"] == 3
+    assert result["layers"] == [1, 3, 4] and result["shards"] == 3
+    index = read_index(tmp_path / "out")
+    assert (index.layers, index.hidden_size, index.rows, index.tokens) == ((1, 3, 4), 48, 10, result["tokens"])
+    assert [shard["rows"] for shard in index.shards] and sum(shard["rows"] for shard in index.shards) == 10
+    assert result["bytes"] >= index.tokens * (bytes_per_token(48, 3) + 5)
     target = Target.load(inputs["model"], torch.float32)
     made = read_shards(tmp_path / "out")
     assert [row.id for row in made] == [f"r{i}" for i in range(10)]
     for row in made:
-        alone = target.forward(row.tokens.unsqueeze(0), captures=(2, 4, 5))
+        alone = target.forward(row.tokens.unsqueeze(0), captures=(2, 4, 5))  # inputs of the layers after
         assert alone.captures is not None
         torch.testing.assert_close(row.aux.float(), alone.captures[0], rtol=1e-2, atol=1e-2)
-        final = alone.final[0][row.mask]
-        torch.testing.assert_close(row.last.float(), final, rtol=1e-2, atol=1e-2)
-        everything = torch.softmax(target.logits(final), -1)
+        torch.testing.assert_close(row.last.float(), alone.final[0], rtol=1e-2, atol=1e-2)
+
+
+def test_the_teacher_is_the_target_at_each_response_token(
+    tmp_path: Path, inputs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(teacher.CHUNK, "cpu", 30)  # several rows at a time, and several times
+    run(tmp_path, inputs)
+    target = Target.load(inputs["model"], torch.float32)
+    stored = read_shards(tmp_path / "out")
+    taught = teacher.teach(stored, target.head, VOCAB)
+    assert [row.id for row in taught] == [row.id for row in stored]
+    for row in taught:
+        everything = torch.softmax(target.logits(row.last[row.mask].float()), -1)
         chosen = VOCAB.target_ids[row.teacher_ids.long()]
-        torch.testing.assert_close(row.teacher_probs.float(), everything.gather(1, chosen), rtol=2e-2, atol=1e-4)
+        assert chosen.shape == (int(row.mask.sum()), 64)
+        torch.testing.assert_close(row.teacher_probs.float(), everything.gather(1, chosen), rtol=2e-3, atol=1e-4)
         assert torch.equal(chosen[:, 0], VOCAB.target_ids[everything[:, VOCAB.target_ids].argmax(-1)])
+
+
+def test_states_of_the_size_of_real_models() -> None:
+    assert bytes_per_token(7168, 3) == 57_344  # Kimi-K2.5
+    assert bytes_per_token(4096, 3) == 32 << 10 and bytes_per_token(8192, 3) == 64 << 10  # Qwen3-8B, a Llama of 70B
+    assert round(61.33e6 * bytes_per_token(7168, 3) / 1e9) == 3517
+
+
+def test_states_of_an_older_layout_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "index.json").write_text('{"schema": 1, "layers": [2, 4, 5]}')
+    with pytest.raises(ValueError, match="schema 1, expected 2"):
+        read_index(tmp_path)
+    (tmp_path / "index.json").unlink()
+    with pytest.raises(ValueError, match=r"no readable index\.json"):
+        read_index(tmp_path)
 
 
 def test_a_stage_that_was_killed_makes_only_the_shards_that_are_missing(
@@ -111,9 +142,31 @@ def test_a_full_disk_is_known_before_the_first_state(
     assert not list((tmp_path / "out").glob("shard-*"))
 
 
+def test_a_disk_that_fills_meanwhile_stops_in_a_folder_that_goes_on(
+    tmp_path: Path, inputs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = iter([1 << 40, 1 << 40, 1000])  # before the first, at the first shard, at the second
+
+    monkeypatch.setattr(hidden.shutil, "disk_usage", lambda path: type("Usage", (), {"free": next(room)})())
+    with pytest.raises(Refused, match="it goes on here"):
+        run(tmp_path, inputs)
+    monkeypatch.undo()
+    monkeypatch.setattr(hidden, "SHARD_BYTES", (4 * 20 * 389, 1 << 30))
+    assert run(tmp_path, inputs)["shards_written_now"] == 2
+
+
+def test_a_gpu_that_is_not_there_is_no_reason_to_work_on_the_cpu(tmp_path: Path, inputs: dict[str, Path]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(Refused, match="sees no GPU"):
+        run(tmp_path, inputs, device="cuda")
+    (tmp_path / "other").mkdir()
+    assert run(tmp_path / "other", inputs, device="auto")["shards"] == 3
+
+
 def test_a_layer_that_the_target_lacks_is_refused(tmp_path: Path, inputs: dict[str, Path]) -> None:
     with pytest.raises(Refused, match="8 layers"):
-        run(tmp_path, inputs, layers=[2, 4, 8])
+        run(tmp_path, inputs, layers=[1, 3, 7])  # the output of the last one is kept anyway
 
 
 def test_a_target_of_another_kind_is_refused_in_a_sentence(tmp_path: Path, inputs: dict[str, Path]) -> None:

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 
 from benchmarks.plain_ttt import plain_loss
 from pipeline.eagle3.draft import DraftCache, Drafter
-from pipeline.eagle3.shards import Row, draw_batches, pack, read_shard, shard_bytes, span_left
+from pipeline.eagle3.shards import draw_batches, read_shard, shard_bytes
 from pipeline.eagle3.start import ridge_start, unit_rms
+from pipeline.eagle3.teacher import Taught, pack, span_left
 from pipeline.eagle3.train import Settings, Trainer
 from pipeline.eagle3.ttt import Tape, head_kl, to_engine_layout, ttt_loss
 from tests.lab.tiny_drafter import CONFIG, random_weights
@@ -29,7 +30,7 @@ def setting() -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor, torc
     return random_trained(), embed, head, rms
 
 
-def ttt_gradients(data: list[Row]) -> tuple[dict[str, torch.Tensor], list[float]]:
+def ttt_gradients(data: list[Taught]) -> tuple[dict[str, torch.Tensor], list[float]]:
     weights, embed, head, rms = setting()
     leaves = {name: tensor.requires_grad_() for name, tensor in weights.items()}
     batch, _ = pack(data, rms, torch.float32)
@@ -124,7 +125,7 @@ def test_shards_give_back_what_was_put_in(tmp_path: Path) -> None:
     (tmp_path / "shard-00000.safetensors").write_bytes(shard_bytes(rows()))
     for put, got in zip(rows(), read_shard(tmp_path / "shard-00000.safetensors"), strict=True):
         assert got.id == put.id
-        for name in ("tokens", "mask", "aux", "last", "teacher_ids", "teacher_probs"):
+        for name in ("tokens", "mask", "aux", "last"):
             assert torch.equal(getattr(got, name), getattr(put, name)), name
 
 
@@ -151,7 +152,8 @@ def test_the_start_predicts_before_any_training() -> None:
     for row in data:
         slots = row.mask.nonzero().flatten() - 1
         seen = unit_rms(F.embedding(row.tokens[slots + 1], embed), CONFIG.rms_norm_eps)
-        row.last = (row.aux[slots].float() / rms) @ from_captures.t() + seen @ from_embed.t()
+        row.last = torch.zeros(len(row), CONFIG.hidden_size)
+        row.last[row.mask] = (row.aux[slots].float() / rms) @ from_captures.t() + seen @ from_embed.t()
     one = torch.ones(CONFIG.hidden_size)
     start = ridge_start(CONFIG, [pack(data, rms, torch.float32)], embed, one)
     # Each row is judged on its own best guess: the head's rows are the true states of this row.

@@ -1,49 +1,67 @@
 """Hidden states on disk: what the `hidden` stage writes and training, the start and the prediction read.
 
-A shard is one safetensors file of whole rows, packed (N tokens, M of them response tokens, H hidden, K candidates):
+A shard is one safetensors file of whole rows, packed (N tokens, A captured layers, H hidden):
 
     lengths        [R]      int64    tokens of each row
     tokens         [N]      int32
     mask           [N]      uint8    1 = response token (a row's first token is never one)
-    aux            [N, 3H]  bf16     the inputs of the three capture layers
-    last           [M, H]   bf16     final normed hidden state at each response token (the head's input)
-    teacher_ids    [M, K]   int32    draft-vocabulary ids, likeliest first
-    teacher_probs  [M, K]   fp16     their probabilities in the target's whole vocabulary (sum at most 1)
+    aux            [N, A*H] bf16     outputs of the captured layers, side by side
+    last           [N, H]   bf16     final hidden state after the target's last norm: what its head reads
     metadata       ids: JSON list of row ids
 
-Bytes per token: 6H + 1 for each, and 2H + 6K more for a response token. Files are mapped, not read: rows not in use
-cost no memory.
+Bytes per token: 2 (A + 1) H, and 5 for the token and its mask. Files are mapped, not read: rows not in use cost no
+memory. index.json beside the shards says what they are; layers in it are *physical*: 1 is the output of the second
+layer of the target, which engines that count inputs call 2. It is written last: a folder without it is not finished.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from pipeline.eagle3.ttt import Batch
+SCHEMA = 2
 
 
 @dataclass
 class Row:
-    """One sample: T tokens, M response tokens."""
+    """One sample of T tokens."""
 
     id: str
     tokens: Tensor  # [T] int64
     mask: Tensor  # [T] bool
-    aux: Tensor  # [T, 3H]
-    last: Tensor  # [M, H]
-    teacher_ids: Tensor  # [M, K]
-    teacher_probs: Tensor  # [M, K]
+    aux: Tensor  # [T, A*H]
+    last: Tensor  # [T, H]
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Index:
+    """What a folder of shards holds."""
+
+    layers: tuple[int, ...]  # physical outputs, 0-based
+    hidden_size: int
+    target: dict[str, Any]  # digests of the model that the states are of, and the dtype that it computed in
+    source: str  # "torch", or the server that gave them
+    rows: int
+    tokens: int
+    response_tokens: int
+    shards: list[dict[str, Any]] = field(default_factory=list)  # file, rows, tokens, bytes
+    schema: int = SCHEMA
+
+
+def bytes_per_token(hidden_size: int, layers: int) -> int:
+    """Of states alone: 57,344 for Kimi-K2.5 (H 7168, three layers)."""
+    return 2 * (layers + 1) * hidden_size
 
 
 def shard_bytes(rows: Sequence[Row]) -> bytes:
@@ -54,8 +72,6 @@ def shard_bytes(rows: Sequence[Row]) -> bytes:
         "mask": torch.cat([row.mask for row in rows]).to(torch.uint8),
         "aux": torch.cat([row.aux for row in rows]).to(torch.bfloat16),
         "last": torch.cat([row.last for row in rows]).to(torch.bfloat16),
-        "teacher_ids": torch.cat([row.teacher_ids for row in rows]).to(torch.int32),
-        "teacher_probs": torch.cat([row.teacher_probs for row in rows]).to(torch.float16),
     }
     return save(tensors, metadata={"ids": json.dumps([row.id for row in rows])})  # one key: several come in any order
 
@@ -65,25 +81,13 @@ def read_shard(path: Path) -> list[Row]:
     with safe_open(path, framework="pt") as file:
         ids = json.loads(file.metadata()["ids"])
         t = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    lengths = t["lengths"].tolist()
-    rows, a, c = [], 0, 0
-    for id, length in zip(ids, lengths, strict=True):
-        mask = t["mask"][a : a + length].bool()
-        m = int(mask.sum())
-        rows.append(
-            Row(
-                id=id,
-                tokens=t["tokens"][a : a + length].long(),
-                mask=mask,
-                aux=t["aux"][a : a + length],
-                last=t["last"][c : c + m],
-                teacher_ids=t["teacher_ids"][c : c + m],
-                teacher_probs=t["teacher_probs"][c : c + m],
-            )
-        )
-        a, c = a + length, c + m
-    if a != len(t["tokens"]) or c != len(t["last"]):
-        raise ValueError(f"{path}: lengths sum to {a} tokens and {c} response tokens, the tensors hold others")
+    rows, a = [], 0
+    for id, length in zip(ids, t["lengths"].tolist(), strict=True):
+        at = slice(a, a + length)
+        rows.append(Row(id, t["tokens"][at].long(), t["mask"][at].bool(), t["aux"][at], t["last"][at]))
+        a += length
+    if not a == len(t["tokens"]) == len(t["aux"]) == len(t["last"]):
+        raise ValueError(f"{path}: lengths sum to {a} tokens, the tensors hold another number")
     return rows
 
 
@@ -92,37 +96,19 @@ def read_shards(directory: Path) -> list[Row]:
     return [row for path in sorted(directory.glob("shard-*.safetensors")) for row in read_shard(path)]
 
 
-def span_left(mask: Tensor) -> Tensor:
-    """For each response token of a row [M], how many more follow it without a gap (a row may hold several answers)."""
-    left, run = [], 0
-    for flag in reversed(mask.tolist()):
-        run = run + 1 if flag else 0
-        if flag:
-            left.append(run - 1)
-    return torch.tensor(left[::-1], dtype=torch.long)
+def index_json(index: Index) -> dict[str, Any]:
+    return asdict(index) | {"layers": list(index.layers)}
 
 
-def pack(rows: Sequence[Row], rms: Tensor, dtype: torch.dtype) -> tuple[Batch, Tensor]:
-    """Rows -> (batch for `ttt_loss`, final normed hidden states [M, H]). `rms` [3H] divides the captures."""
-    layout, responses, positions, a, c = [], [], [], 0, 0
-    for row in rows:
-        where = row.mask.nonzero().flatten()
-        layout.append((a, a + len(row), c, c + len(where)))
-        responses.append(where + a)
-        positions.append(torch.arange(len(row)))
-        a, c = a + len(row), c + len(where)
-    captures = torch.cat([row.aux for row in rows])
-    batch = Batch(
-        tokens=torch.cat([row.tokens for row in rows]),
-        captures=(captures.float() / rms).to(dtype),
-        rows=layout,
-        response=torch.cat(responses),
-        positions=torch.cat(positions),
-        teacher_ids=torch.cat([row.teacher_ids for row in rows]).long(),
-        teacher_probs=torch.cat([row.teacher_probs for row in rows]).float(),
-        left=torch.cat([span_left(row.mask) for row in rows]),
-    )
-    return batch, torch.cat([row.last for row in rows])
+def read_index(directory: Path) -> Index:
+    """Raises ValueError where the folder has none, or one of another schema: its layers could mean anything."""
+    try:
+        raw = json.loads((directory / "index.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{directory} has no readable index.json: {error}") from error
+    if raw.get("schema") != SCHEMA:
+        raise ValueError(f"{directory}/index.json is of schema {raw.get('schema')}, expected {SCHEMA}: extract it anew")
+    return Index(**(raw | {"layers": tuple(raw["layers"])}))
 
 
 def draw_batches(lengths: Sequence[int], batch_tokens: int, seed: int) -> Iterator[list[int]]:

@@ -111,7 +111,9 @@ def key_table(config: TargetConfig) -> dict[str, tuple[int, ...]]:
     return table
 
 
-def read_weights(directory: Path, config: TargetConfig, dtype: torch.dtype) -> dict[str, Tensor]:
+def read_weights(
+    directory: Path, config: TargetConfig, dtype: torch.dtype, device: torch.device | None = None
+) -> dict[str, Tensor]:
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise TargetError(f"no .safetensors file in {directory}")
@@ -119,7 +121,7 @@ def read_weights(directory: Path, config: TargetConfig, dtype: torch.dtype) -> d
     for path in files:
         with safe_open(path, framework="pt") as reader:
             for key in reader.keys():  # noqa: SIM118  (safe_open is no mapping)
-                weights[key] = reader.get_tensor(key).to(dtype)
+                weights[key] = reader.get_tensor(key).to(device, dtype)
     if config.tied:
         weights.pop("lm_head.weight", None)  # some writers store the tied matrix twice
     check_keys(weights, key_table(config), str(directory))
@@ -205,7 +207,7 @@ class Target:
         self.head = self.embed if config.tied else weights["lm_head.weight"]  # [V, H]
         self.norm = weights["model.norm.weight"]  # [H]
         self.dtype = self.embed.dtype
-        self.cos, self.sin = rope_tables(config, self.positions, self.dtype)
+        self.cos, self.sin = (t.to(self.embed.device) for t in rope_tables(config, self.positions, self.dtype))
         self.layers = []
         for i in range(config.layers):
             w = {key: weights[f"model.layers.{i}.{key}.weight"] for key in (
@@ -221,9 +223,16 @@ class Target:
             ))  # fmt: skip
 
     @classmethod
-    def load(cls, directory: Path, dtype: torch.dtype = torch.bfloat16, positions: int | None = None) -> Target:
+    def load(
+        cls,
+        directory: Path,
+        dtype: torch.dtype = torch.bfloat16,
+        positions: int | None = None,
+        device: torch.device | None = None,
+    ) -> Target:
+        """On a GPU, `forward` without a cache is what works: decoding is the CPU's (and a real engine's) business."""
         config = read_config(directory)
-        return cls(config, read_weights(directory, config, dtype), positions)
+        return cls(config, read_weights(directory, config, dtype, device), positions)
 
     def new_cache(self, rows: int = 1, positions: int | None = None) -> Cache:
         return Cache(self.config, rows, positions or self.positions, self.dtype)

@@ -1,18 +1,21 @@
-"""What the target thinks, on disk: captures, final hidden states and its likeliest next tokens, for every row.
+"""What the target thinks, on disk: captures and final hidden states of every token of every row.
 
-inputs    rows (rows.jsonl of `mix`), vocab (vocab.safetensors), model
-settings  layers: whose inputs to capture (empty: 2, half, third from last); dtype; batch_tokens: of one forward pass
-output    shard-00000.safetensors …: see `pipeline.eagle3.shards`; captures.json: {"layers", "teacher_tokens"}
+inputs    rows (rows.jsonl of `mix`), model
+settings  layers: whose outputs to capture, physical, 0-based (empty: 1, half - 1, fourth from last, which is EAGLE-3's
+          choice); dtype; device ("cpu", "cuda", "auto"); batch_tokens: of one forward pass (0: what suits the device)
+output    shard-00000.safetensors …, index.json: see `pipeline.eagle3.shards`
 
 Resumes by shard: one is written under another name and renamed when it is whole, so a file that is there is whole.
 One row in a hundred (one a shard at least) is computed again, alone, and compared: batching that leaks between rows
-has cost others weeks.
+has cost others weeks. Writing happens in threads of its own, so that neither the disk nor the target waits.
 """
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,84 +23,165 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from pipeline.eagle3.devices import DTYPES, device_of
 from pipeline.eagle3.draft import default_aux_layers
-from pipeline.eagle3.frozen import Vocab, read_vocab
-from pipeline.eagle3.shards import Row, read_shard, shard_bytes
+from pipeline.eagle3.shards import Index, Row, bytes_per_token, index_json, read_shard, shard_bytes
 from pipeline.eagle3.target import Target, TargetError
-from pipeline.stages.protocol import Stage, main, read_jsonl, write_bytes, write_json
+from pipeline.stages.protocol import Stage, digest_file, main, read_jsonl, write_bytes, write_json
 
-SHARD_ROWS = 64
-TEACHER_TOKENS = 64
+SHARD_BYTES = (64 << 20, 1 << 30)  # least and most: a resume repeats one, and 3.5 TB should not be 55,000 files
+SHARDS = 256  # how many we like
+BATCH_TOKENS = {"cpu": 2048, "cuda": 65536}
+WRITERS = 2
+FLOOR = 2 << 30  # bytes that must stay free on the disk while we write
 SPOT_EVERY = 100  # and at least one row of each shard
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # Of the RMS of the state. bf16 products depend on the batch's shape; a leak or a shift by one is near 1.
 TOLERANCE = {"bfloat16": 0.05, "float32": 1e-3}
+
+Rows = list[dict[str, Any]]
 
 
 def run(stage: Stage) -> dict[str, Any]:
     s = stage.settings
-    rows = list(read_jsonl(stage.inputs["rows"]))
-    vocab, dtype = read_vocab(stage.inputs["vocab"]), str(s.get("dtype", "bfloat16"))
-    target = load_target(stage, DTYPES[dtype], max(len(row["input_ids"]) for row in rows))
-    layers = tuple(int(i) for i in s.get("layers") or default_aux_layers(target.config.layers))
-    if bad := [i for i in layers if not 0 <= i < target.config.layers]:
-        stage.refuse("hidden.layers", f"the target has {target.config.layers} layers, there is no input of {bad}")
-    if vocab.target_size != target.config.vocab_size:
-        stage.refuse("hidden.vocab", f"the map is for {vocab.target_size} tokens, the target has another vocabulary")
+    rows, dtype = list(read_jsonl(stage.inputs["rows"])), str(s.get("dtype", "bfloat16"))
+    device = device_of(stage, s.get("device", "cpu"))
+    target = load_target(stage, DTYPES[dtype], max(len(row["input_ids"]) for row in rows), device)
+    count = target.config.layers
+    layers = tuple(int(i) for i in s.get("layers") or (layer - 1 for layer in default_aux_layers(count)))
+    if bad := [i for i in layers if not 0 <= i < count - 1]:
+        stage.refuse(
+            "hidden.layers", f"the target has {count} layers (0 to {count - 1}), the last is kept anyway: {bad}"
+        )
+    per_token = bytes_per_token(target.config.hidden_size, len(layers)) + 5
+    plan = plan_shards(rows, per_token)
+    whole = {n: is_whole(shard_path(stage, n), [row["id"] for row in chunk]) for n, chunk in enumerate(plan)}
     tokens = [len(row["input_ids"]) for row in rows]
-    check_disk(stage, sum(tokens), sum(sum(row["loss_mask"]) for row in rows), target.config.hidden_size, len(layers))
-    write_json(stage.out / "captures.json", {"layers": list(layers), "teacher_tokens": TEACHER_TOKENS})
-    stage.artifact("captures", stage.out / "captures.json")
+    missing = [row for number, chunk in enumerate(plan) if not whole[number] for row in chunk]
+    check_disk(stage, per_token * sum(len(row["input_ids"]) for row in missing))
 
-    head = target.head[vocab.target_ids].contiguous()
-    batch_tokens = int(s.get("batch_tokens", 2048))
-    done, worst, written = 0, 0.0, 0
-    for number, first in enumerate(range(0, len(rows), SHARD_ROWS)):
-        chunk = rows[first : first + SHARD_ROWS]
-        path = stage.out / f"shard-{number:05d}.safetensors"
-        if not is_whole(path, [row["id"] for row in chunk]):
+    extractor = TorchStates(stage, target, layers, dtype, int(s.get("batch_tokens") or BATCH_TOKENS[device.type]))
+    done = 0
+    with Writer(stage) as writer:
+        for number, chunk in enumerate(plan):
+            if whole[number]:
+                writer.keep(number)
+                done += sum(len(row["input_ids"]) for row in chunk)
+                continue
             made: dict[str, Row] = {}
-            for batch in by_length(chunk, batch_tokens):
-                for row in states(target, head, vocab, batch, layers):
-                    check_row(stage, row)
-                    made[row.id] = row
+            for batch in by_length(chunk, extractor.batch_tokens):
+                made |= {row.id: row for row in extractor(batch)}
                 done += sum(len(row["input_ids"]) for row in batch)
                 stage.progress(done, sum(tokens), "tokens", shard=number)
             for checked in chunk[::SPOT_EVERY]:
-                worst = max(worst, spot_check(stage, target, head, vocab, checked, layers, made[checked["id"]], dtype))
-            write_bytes(path, shard_bytes([made[row["id"]] for row in chunk]))
-            written += 1
-        else:
-            done += sum(len(row["input_ids"]) for row in chunk)
-        stage.artifact(path.stem, path)
-    shards = sorted(stage.out.glob("shard-*.safetensors"))
+                extractor.spot_check(checked, made[checked["id"]])
+            writer.write(number, [made[row["id"]] for row in chunk])
+    index = Index(
+        layers=layers,
+        hidden_size=target.config.hidden_size,
+        target={"model": stage.digest("model"), "dtype": dtype},
+        source="torch",
+        rows=len(rows),
+        tokens=sum(tokens),
+        response_tokens=sum(sum(row["loss_mask"]) for row in rows),
+        shards=[{**writer.shards[n], "rows": len(chunk)} for n, chunk in enumerate(plan)],
+    )
+    write_json(stage.out / "index.json", index_json(index))
+    stage.artifact("index", stage.out / "index.json")
     return {
         "rows": {"in": len(rows), "out": len(rows), "errors": 0, "skipped": 0},
-        "tokens": sum(tokens),
-        "response_tokens": sum(sum(row["loss_mask"]) for row in rows),
+        "tokens": index.tokens,
+        "response_tokens": index.response_tokens,
         "layers": list(layers),
-        "shards": len(shards),
-        "shards_written_now": written,
-        "bytes": sum(path.stat().st_size for path in shards),
-        "worst_spot_difference": worst,
+        "shards": len(plan),
+        "shards_written_now": sum(not there for there in whole.values()),
+        "bytes": sum(shard["bytes"] for shard in index.shards),
+        "worst_spot_difference": extractor.worst,
     }
 
 
-def load_target(stage: Stage, dtype: torch.dtype, positions: int | None = None) -> Target:
+def shard_path(stage: Stage, number: int) -> Path:
+    return stage.out / f"shard-{number:05d}.safetensors"
+
+
+def load_target(
+    stage: Stage, dtype: torch.dtype, positions: int | None = None, device: torch.device | None = None
+) -> Target:
     """The input `model`, or a refusal in one sentence."""
     try:
-        return Target.load(stage.inputs["model"], dtype, positions)
+        return Target.load(stage.inputs["model"], dtype, positions, device)
     except TargetError as error:
         stage.refuse("target.unsupported", str(error))
 
 
-def check_disk(stage: Stage, tokens: int, responses: int, hidden: int, layers: int) -> None:
+def plan_shards(rows: Rows, per_token: int) -> list[Rows]:
+    """Whole rows, in order, until a shard is large enough; a pure function of the rows, so a resume finds the same."""
+    total = per_token * sum(len(row["input_ids"]) for row in rows)
+    size = max(SHARD_BYTES[0], min(SHARD_BYTES[1], total // SHARDS))
+    plan: list[Rows] = []
+    room = 0
+    for row in rows:
+        need = per_token * len(row["input_ids"])
+        if not plan or need > room:
+            plan.append([])
+            room = size
+        plan[-1].append(row)
+        room -= need
+    return plan
+
+
+def check_disk(stage: Stage, need: int) -> None:
     """Before, not after: the sum is known exactly."""
-    have = sum(path.stat().st_size for path in stage.out.glob("shard-*.safetensors"))
-    need = tokens * (2 * layers * hidden + 5) + responses * (2 * hidden + 6 * TEACHER_TOKENS) - have
     free = shutil.disk_usage(stage.out).free
     if need > free:
-        stage.refuse("hidden.disk", f"hidden states need {need / 1e9:.1f} GB more, {free / 1e9:.1f} GB are free")
+        stage.refuse(
+            "hidden.disk",
+            f"hidden states need {need / 1e9:.1f} GB more, {free / 1e9:.1f} GB are free: make room, or train on less",
+        )
+
+
+class Writer:
+    """Shards to disk in threads; at most `WRITERS` of them are in memory beside the one being made."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.shards: dict[int, dict[str, Any]] = {}
+        self.pool = ThreadPoolExecutor(WRITERS)
+        self.waiting: list[Future[None]] = []
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            while kind is None and self.waiting:
+                self.waiting.pop(0).result()
+        finally:
+            self.pool.shutdown(cancel_futures=True)
+
+    def write(self, number: int, rows: list[Row]) -> None:
+        while len(self.waiting) >= WRITERS:
+            self.waiting.pop(0).result()
+        if shutil.disk_usage(self.stage.out).free < FLOOR:
+            self.stage.refuse(
+                "hidden.floor",
+                f"less than {FLOOR / 1e9:.0f} GB are free in {self.stage.out}: make room, start again, it goes on here",
+            )
+        self.waiting.append(self.pool.submit(self._write, number, rows))
+
+    def _write(self, number: int, rows: list[Row]) -> None:
+        data = shard_bytes(rows)
+        write_bytes(shard_path(self.stage, number), data)
+        self._note(number, hashlib.sha256(data).hexdigest(), len(data), sum(map(len, rows)))
+
+    def keep(self, number: int) -> None:
+        """A shard that is there already."""
+        path = shard_path(self.stage, number)
+        self._note(number, digest_file(path), path.stat().st_size, sum(map(len, read_shard(path))))
+
+    def _note(self, number: int, digest: str, size: int, tokens: int) -> None:
+        path = shard_path(self.stage, number)
+        self.stage.artifact(path.stem, path, digest=digest)
+        self.shards[number] = {"file": path.name, "tokens": tokens, "bytes": size}
 
 
 def is_whole(path: Path, ids: list[str]) -> bool:
@@ -108,9 +192,9 @@ def is_whole(path: Path, ids: list[str]) -> bool:
         return False
 
 
-def by_length(rows: list[dict[str, Any]], batch_tokens: int) -> Iterator[list[dict[str, Any]]]:
+def by_length(rows: Rows, batch_tokens: int) -> Iterator[Rows]:
     """Batches of rows of about the same length: padding is computed as well, and thrown away."""
-    batch: list[dict[str, Any]] = []
+    batch: Rows = []
     for row in sorted(rows, key=lambda row: len(row["input_ids"])):
         if batch and len(row["input_ids"]) * (len(batch) + 1) > batch_tokens:
             yield batch
@@ -120,63 +204,49 @@ def by_length(rows: list[dict[str, Any]], batch_tokens: int) -> Iterator[list[di
         yield batch
 
 
-@torch.inference_mode()
-def states(
-    target: Target, head: Tensor, vocab: Vocab, batch: list[dict[str, Any]], layers: tuple[int, ...]
-) -> Iterator[Row]:
-    """The rows of one batch. head [Vd, H]: the target's, for the draft vocabulary."""
-    longest = max(len(row["input_ids"]) for row in batch)
-    ids = torch.zeros(len(batch), longest, dtype=torch.long)
-    for i, row in enumerate(batch):
-        # Padding comes after the row: a causal model does not see it.
-        ids[i, : len(row["input_ids"])] = torch.tensor(row["input_ids"])
-    hidden = target.forward(ids, captures=layers)
-    assert hidden.captures is not None
-    for i, row in enumerate(batch):
-        length = len(row["input_ids"])
-        mask = torch.tensor(row["loss_mask"], dtype=torch.bool)
-        mask[0] = False  # nothing stands before the first token, so nobody could guess it
-        last = hidden.final[i, :length][mask]
-        logits = target.logits(last)  # [M, V]
-        candidates = logits[:, vocab.target_ids].float().topk(min(TEACHER_TOKENS, len(head)), -1)
-        whole = logits.float().logsumexp(-1, keepdim=True)
-        yield Row(
-            id=row["id"],
-            tokens=ids[i, :length].clone(),
-            mask=mask,
-            aux=hidden.captures[i, :length].clone(),
-            last=last,
-            teacher_ids=candidates.indices,
-            teacher_probs=(candidates.values - whole).exp(),
-        )
+class TorchStates:
+    """States from our own decoder, a batch at a time. `worst`: the largest difference that a spot check saw."""
 
+    def __init__(self, stage: Stage, target: Target, layers: tuple[int, ...], dtype: str, batch_tokens: int) -> None:
+        self.stage, self.target, self.dtype, self.batch_tokens = stage, target, dtype, batch_tokens
+        self.inputs = tuple(layer + 1 for layer in layers)  # the output of a layer is the input of the next
+        self.worst = 0.0
 
-def check_row(stage: Stage, row: Row) -> None:
-    if not len(row.tokens) == len(row.aux) == len(row.mask) or int(row.mask.sum()) != len(row.last):
-        raise RuntimeError(f"row {row.id}: {len(row.tokens)} tokens but {len(row.aux)} states")
-    if not (row.aux.isfinite().all() and row.last.isfinite().all() and row.teacher_probs.isfinite().all()):
-        stage.refuse("hidden.not-finite", f"row {row.id}: the target's states are not finite")
+    @torch.inference_mode()
+    def __call__(self, batch: Rows) -> Iterator[Row]:
+        longest = max(len(row["input_ids"]) for row in batch)
+        ids = torch.zeros(len(batch), longest, dtype=torch.long)
+        for i, row in enumerate(batch):
+            # Padding comes after the row: a causal model does not see it.
+            ids[i, : len(row["input_ids"])] = torch.tensor(row["input_ids"])
+        hidden = self.target.forward(ids.to(self.target.embed.device), captures=self.inputs)
+        assert hidden.captures is not None
+        if not (hidden.captures.isfinite().all() & hidden.final.isfinite().all()):
+            self._refuse_not_finite(batch, hidden.captures, hidden.final)
+        aux, final = (t.to(torch.bfloat16).cpu() for t in (hidden.captures, hidden.final))
+        for i, row in enumerate(batch):
+            length = len(row["input_ids"])
+            mask = torch.tensor(row["loss_mask"], dtype=torch.bool)
+            mask[0] = False  # nothing stands before the first token, so nobody could guess it
+            yield Row(row["id"], ids[i, :length], mask, aux[i, :length], final[i, :length])
 
+    def _refuse_not_finite(self, batch: Rows, captures: Tensor, final: Tensor) -> None:
+        """Padding may be anything; a row may not."""
+        for i, row in enumerate(batch):
+            length = len(row["input_ids"])
+            if not (captures[i, :length].isfinite().all() and final[i, :length].isfinite().all()):
+                self.stage.refuse("hidden.not-finite", f"row {row['id']}: the target's states are not finite")
 
-def spot_check(
-    stage: Stage,
-    target: Target,
-    head: Tensor,
-    vocab: Vocab,
-    row: dict[str, Any],
-    layers: tuple[int, ...],
-    made: Row,
-    dtype: str,
-) -> float:
-    """Relative difference between a row's states in its batch and alone; refuses what rounding cannot explain."""
-    (alone,) = states(target, head, vocab, [row], layers)
-    difference = max(relative(alone.aux, made.aux), relative(alone.last, made.last))
-    if difference > TOLERANCE[dtype]:
-        stage.refuse(
-            "hidden.batch-leak",
-            f"row {row['id']}: states in a batch differ from those alone by {difference:.1%}: something leaks",
-        )
-    return difference
+    def spot_check(self, row: dict[str, Any], made: Row) -> None:
+        """Refuses a row whose states in its batch and alone differ by more than rounding can."""
+        (alone,) = self([row])
+        difference = max(relative(alone.aux, made.aux), relative(alone.last, made.last))
+        if difference > TOLERANCE[self.dtype]:
+            self.stage.refuse(
+                "hidden.batch-leak",
+                f"row {row['id']}: states in a batch differ from those alone by {difference:.1%}: something leaks",
+            )
+        self.worst = max(self.worst, difference)
 
 
 def relative(a: Tensor, b: Tensor) -> float:

@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 
 from pipeline.eagle3.chat import Chat
+from pipeline.eagle3.devices import DTYPES
 from pipeline.eagle3.draft import DraftCache, Drafter
 from pipeline.eagle3.frozen import end_tokens
 from pipeline.eagle3.target import Target
 from pipeline.stages.hidden import load_target
 from pipeline.stages.protocol import Stage, main, read_jsonl, write_json
 from pipeline.stages.tokenize import Unusable, tokenize_row
-
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def run(stage: Stage) -> dict[str, Any]:

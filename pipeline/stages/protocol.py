@@ -54,6 +54,7 @@ class Stage:
         self.settings: dict[str, Any] = dict(spec.get("settings", {}))
         self.events = Path(spec["events"]) if spec.get("events") else None
         self.artifacts: dict[str, dict[str, Any]] = {}
+        self.digests: dict[str, str] = {}  # of the inputs
         self._progress_at = 0.0
         self._ended_at: tuple[float, float] | None = None
         self._rate = _Rate()
@@ -92,11 +93,16 @@ class Stage:
         self._emit("warning", check=check, message=text)
         log(f"{self.name}: warning [{check}] {text}")
 
-    def artifact(self, name: str, path: Path, **meta: Any) -> None:
-        """Name a file (or a folder of files) that this stage made; its digest goes into the manifest."""
-        digest, size = digest_path(path)
+    def artifact(self, name: str, path: Path, digest: str | None = None, **meta: Any) -> None:
+        """Name a file (or a folder of files) that this stage made; its digest goes into the manifest. `digest`: where
+        it is known already, so that terabytes need not be read again."""
+        digest, size = (digest, path.stat().st_size) if digest else digest_path(path)
         self.artifacts[name] = {"path": str(path), "sha256": digest, "bytes": size, **meta}
         self._emit("artifact", name=name, path=str(path), sha256=digest, bytes=size, **meta)
+
+    def digest(self, name: str) -> str:
+        """The digest of an input, as it goes into the manifest."""
+        return self.digests.get(name) or digest_input(self.inputs[name])
 
     def refuse(self, id: str, text: str) -> NoReturn:
         raise Refused(id, text)
@@ -173,6 +179,7 @@ def _run_once(stage: Stage, spec: dict[str, Any], run: Callable[[Stage], dict[st
         if not path.exists():
             raise Refused("stage.input-missing", f"input {name!r} is not there: {path}")
     inputs = {name: {"path": str(path), "sha256": digest_input(path)} for name, path in stage.inputs.items()}
+    stage.digests = {name: str(value["sha256"]) for name, value in inputs.items()}
     identity = {
         "stage": stage.name,
         "inputs": {name: value["sha256"] for name, value in inputs.items()},

@@ -11,7 +11,6 @@ step: only an annealed drafter is worth measuring. The number is in the checkpoi
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -19,27 +18,32 @@ from typing import Any
 import torch
 
 from pipeline.eagle3 import checkpoint
+from pipeline.eagle3.devices import DTYPES
 from pipeline.eagle3.draft import config_for_target
 from pipeline.eagle3.frozen import borrow, read_vocab, target_config
-from pipeline.eagle3.shards import draw_batches, pack, read_shards
+from pipeline.eagle3.shards import draw_batches, read_index, read_shards
 from pipeline.eagle3.start import capture_rms, ridge_start
+from pipeline.eagle3.teacher import pack, teach
 from pipeline.eagle3.train import MEASURE_FROM, MEASURE_TO, Settings, Trainer, skip, steps_that_fit
 from pipeline.eagle3.trained import Trained, trained_bytes
 from pipeline.eagle3.ttt import trained_shapes
 from pipeline.stages.protocol import Stage, main, write_bytes, write_jsonl
 
 CHECKPOINT_SECONDS = 15.0
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def run(stage: Stage) -> dict[str, Any]:
     s = stage.settings
     began = time.monotonic()
-    rows = read_shards(stage.inputs["hidden"])
-    lengths = [len(row) for row in rows]
+    try:
+        index = read_index(stage.inputs["hidden"])
+    except ValueError as error:
+        stage.refuse("train.states", str(error))
+    stored = read_shards(stage.inputs["hidden"])
+    lengths = [len(row) for row in stored]
     batch_tokens, seed = int(s.get("batch_tokens", 512)), int(s.get("seed", 0))
     settings = Settings(int(s.get("ttt_steps", 3)), float(s.get("lr", 1e-3)), DTYPES[s.get("dtype", "bfloat16")])
-    if not rows:
+    if not stored:
         stage.refuse("train.no-data", "there is no row to train on")
     if max(lengths) > batch_tokens:
         stage.warn(
@@ -48,9 +52,10 @@ def run(stage: Stage) -> dict[str, Any]:
 
     vocab = read_vocab(stage.inputs["vocab"])
     borrowed = borrow(stage.inputs["model"])
-    layers = tuple(json.loads((stage.inputs["hidden"] / "captures.json").read_text())["layers"])
-    config = config_for_target(target_config(stage.inputs["model"]), layers, len(vocab.target_ids))
+    inputs = tuple(layer + 1 for layer in index.layers)  # the output of a layer is the input of the next
+    config = config_for_target(target_config(stage.inputs["model"]), inputs, len(vocab.target_ids))
     embed, head = borrowed.embed, borrowed.head[vocab.target_ids]
+    rows = teach(stored, borrowed.head.to(settings.dtype), vocab)
 
     rms = capture_rms((row.aux for row in rows), config.capture_size)
     state = checkpoint.newest(stage.out / "checkpoints")

@@ -41,7 +41,7 @@ def up_to_hidden(base: Path) -> dict[str, Path]:
     rows = base / "tokenize/rows.jsonl"
     run_stage("vocab", base / "vocab", {"rows": rows, "model": model}, {"size": 200, "mass_rows": 4})
     vocab = base / "vocab/vocab.safetensors"
-    run_stage("hidden", base / "hidden", {"rows": rows, "vocab": vocab, "model": model}, {"dtype": "float32"})
+    run_stage("hidden", base / "hidden", {"rows": rows, "model": model}, {"dtype": "float32"})
     paths = {"model": model, "vocab": vocab, "hidden": base / "hidden"}
     return paths | {"generated": base / "generated.jsonl", "held": base / "held.jsonl"}
 
