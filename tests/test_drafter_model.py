@@ -5,12 +5,23 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.eagle3.draft import Drafter, inverse_frequencies, read_config, write_config
+from pipeline.eagle3.draft import (
+    Drafter,
+    config_for_target,
+    inverse_frequencies,
+    read_config,
+    read_rope,
+    rope_table,
+    write_config,
+)
+from pipeline.eagle3.shards import bytes_per_token
+from pipeline.eagle3.sizes import file_parameters, parameters, training_parameters
 from tests.lab.tiny_drafter import CONFIG, random_drafter, random_weights
 
 
@@ -89,3 +100,89 @@ def test_rope_survives_in_both_schemas(tmp_path: Path, rope_schema: str) -> None
     assert back.rope_theta == 5e5
     torch.testing.assert_close(inverse_frequencies(back), inverse_frequencies(config))
     assert not torch.allclose(inverse_frequencies(back), inverse_frequencies(replace(config, rope_scaling=None)))
+
+
+# The language model of moonshotai/Kimi-K2.5, as its config.json nests it: what is needed of it.
+KIMI = {
+    "architectures": ["KimiK25ForConditionalGeneration"],
+    "model_type": "kimi_k25",
+    "text_config": {
+        "model_type": "kimi_k2",
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "vocab_size": 163840,
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 50000.0,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 64.0,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
+}
+
+
+def test_a_drafter_for_kimi_k2_5_has_the_published_sizes() -> None:
+    config = config_for_target(KIMI, (), 32_000)
+    sizes = parameters(config)
+    assert round(sizes["lm_head.weight"] / 1e6, 1) == 229.4
+    assert file_parameters(config) - sizes["lm_head.weight"] == 961_572_864  # 961.5 M, as it is told
+    assert round(file_parameters(config) / 1e6, 1) == 1190.9
+    assert round(config.vocab_size * config.hidden_size / 1e6, 1) == 1174.4
+    assert round(training_parameters(config) / 1e6, 1) == 2594.7
+    assert bytes_per_token(config.hidden_size, len(config.aux_layers)) == 57_344
+    assert config.aux_layers == (2, 30, 58) and config.max_position_embeddings == 262_144
+    assert "mscale" not in (config.rope_scaling or {}) and read_rope(write_config(config))[1] == config.rope_scaling
+
+
+def test_a_width_that_the_target_does_not_say_is_named() -> None:
+    text = {key: value for key, value in KIMI["text_config"].items() if key != "intermediate_size"}  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="no intermediate_size"):
+        config_for_target({"text_config": text}, (), 32_000)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+        {"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096},
+        {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 16, "beta_slow": 2},
+    ],
+    ids=["linear", "llama3", "yarn of Kimi", "yarn with betas"],
+)
+def test_rope_is_the_one_that_transformers_computes(scaling: dict[str, Any]) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = replace(CONFIG, head_dim=128, rope_theta=50000.0, rope_scaling=scaling, max_position_embeddings=512)
+    theirs = LlamaConfig(
+        head_dim=128,
+        max_position_embeddings=512,
+        rope_parameters={"rope_theta": 50000.0, **scaling},
+    )
+    wanted, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](theirs, torch.device("cpu"))
+    torch.testing.assert_close(inverse_frequencies(config), wanted, rtol=1e-5, atol=0)
+    cos, sin = rope_table(config, torch.arange(300))
+    angles = torch.arange(300).float().unsqueeze(1) * wanted
+    torch.testing.assert_close(cos, angles.cos() * factor, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(sin, angles.sin() * factor, rtol=1e-3, atol=1e-4)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from pipeline.eagle3.frozen import read_vocab, vocab_from_maps
+from pipeline.eagle3.frozen import borrow, read_vocab, target_config, vocab_from_maps
 from pipeline.stages.protocol import Refused, write_jsonl
 from tests.lab.stage_run import run_stage, warnings
 from tests.lab.tiny_model import EOS, make_tiny_model
@@ -61,3 +62,15 @@ def test_maps_that_contradict_each_other_are_found() -> None:
     assert vocab_from_maps(offsets, t2d).target_ids.tolist() == [2, 5, 7]
     with pytest.raises(ValueError, match="contradict"):
         vocab_from_maps(torch.tensor([2, 5, 7]), t2d)  # ids where offsets belong
+
+
+def test_a_multimodal_target_lends_what_its_language_model_has(tmp_path: Path, model: Path) -> None:
+    plain = borrow(model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({"model_type": "kimi_k25", "text_config": config}))
+    tensors = {f"language_model.{name}": tensor for name, tensor in load_file(model / "model.safetensors").items()}
+    save_file(tensors | {"vision_tower.patch_embed.weight": torch.ones(2)}, model / "model.safetensors")
+    nested = borrow(model)
+    assert target_config(model)["vocab_size"] == config["vocab_size"]
+    for name in ("embed", "head", "final_norm"):
+        assert torch.equal(getattr(nested, name), getattr(plain, name)), name

@@ -32,6 +32,7 @@ Rows may stand at different slots. Give padding a slot past every real one of it
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -72,26 +73,58 @@ def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
     return (2, num_layers // 2, num_layers - 3)
 
 
+def text_config(target: dict[str, Any]) -> dict[str, Any]:
+    """The language model's part of a config.json; multimodal ones (Kimi-K2.5, Llama 4) nest it."""
+    nested = target.get("text_config")
+    return target if nested is None else {**nested}
+
+
 def config_for_target(target: dict[str, Any], aux_layers: tuple[int, ...], draft_vocab_size: int) -> DraftConfig:
-    """The drafter that fits a Llama-like target, from the target's config.json."""
-    heads = int(target["num_attention_heads"])
-    hidden = int(target["hidden_size"])
-    theta, scaling = read_rope(target)
+    """The drafter that fits a target, from its config.json: one plain layer of the target's widths.
+
+    A target with latent attention (MLA: DeepSeek, Kimi) gets plain attention with the size of its value heads, as
+    published drafters for them have. Raises ValueError where a width is not said.
+    """
+    text = text_config(target)
+    try:
+        heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
+        inner, vocab, layers = (int(text[n]) for n in ("intermediate_size", "vocab_size", "num_hidden_layers"))
+        context = int(text["max_position_embeddings"])
+    except KeyError as error:
+        raise ValueError(f"the target's config.json has no {error.args[0]}") from None
+    latent = text.get("kv_lora_rank") is not None
+    theta, scaling = read_rope(text)
     return DraftConfig(
         hidden_size=hidden,
-        intermediate_size=int(target["intermediate_size"]),
+        intermediate_size=inner,
         num_attention_heads=heads,
-        num_key_value_heads=int(target.get("num_key_value_heads") or heads),
-        head_dim=int(target.get("head_dim") or hidden // heads),
-        vocab_size=int(target["vocab_size"]),
+        num_key_value_heads=int(text.get("num_key_value_heads") or heads),
+        head_dim=int((text["v_head_dim"] if latent else text.get("head_dim")) or hidden // heads),
+        vocab_size=vocab,
         draft_vocab_size=draft_vocab_size,
-        max_position_embeddings=int(target["max_position_embeddings"]),
-        target_layers=int(target["num_hidden_layers"]),
-        aux_layers=tuple(aux_layers) or default_aux_layers(int(target["num_hidden_layers"])),
-        rms_norm_eps=float(target.get("rms_norm_eps", 1e-5)),
+        max_position_embeddings=context,
+        target_layers=layers,
+        aux_layers=tuple(aux_layers) or default_aux_layers(layers),
+        rms_norm_eps=float(text.get("rms_norm_eps", 1e-5)),
         rope_theta=theta,
-        rope_scaling=scaling,
+        rope_scaling=plain_scaling(scaling),
     )
+
+
+# DeepSeek's own additions to YaRN: engines apply them in its attention only, transformers in every model. Without them
+# all agree on a drafter's cos and sin, and a drafter learns with whatever it is given.
+MLA_ONLY = ("mscale", "mscale_all_dim")
+
+
+def plain_scaling(scaling: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A target's rope scaling as its drafter takes it over."""
+    if scaling is None:
+        return None
+    kind = str(scaling.get("rope_type") or scaling.get("type"))
+    if "yarn" not in kind:
+        return scaling
+    kept = {key: value for key, value in scaling.items() if key not in (*MLA_ONLY, "type", "rope_type")}
+    return {"rope_type": "yarn", **kept}
 
 
 def read_rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
@@ -202,13 +235,41 @@ def inverse_frequencies(config: DraftConfig) -> Tensor:
         # Slow dimensions are stretched by the factor, fast ones left alone, those between interpolated.
         keep = ((turns - low) / (high - low)).clamp(0, 1)
         return inv * (keep + (1 - keep) / float(scaling["factor"]))
+    if kind == "yarn":
+        return _yarn(config, scaling, inv)
     raise ValueError(f"rope scaling {kind!r} is not supported by the built-in drafter")
+
+
+def _yarn(config: DraftConfig, scaling: dict[str, Any], inv: Tensor) -> Tensor:
+    """YaRN (arXiv 2309.00071, section 3.2): dimensions that turn more than beta_fast times within the original context
+    are left alone, those that turn less than beta_slow times stretched by the factor, a ramp between."""
+    size, original = config.head_dim, float(scaling["original_max_position_embeddings"])
+
+    def dimension(turns: float) -> float:
+        return size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+
+    first, last = dimension(float(scaling.get("beta_fast", 32))), dimension(float(scaling.get("beta_slow", 1)))
+    if scaling.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, size - 1)
+    last = last + 0.001 if first == last else last
+    ramp = ((torch.arange(size // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+    return inv * (1 - ramp) + inv / float(scaling["factor"]) * ramp
+
+
+def attention_factor(config: DraftConfig) -> float:
+    """What cos and sin are multiplied by: 1, but for YaRN (section 3.3: 0.1 ln(factor) + 1)."""
+    scaling = config.rope_scaling
+    if scaling is None or (scaling.get("rope_type") or scaling.get("type")) != "yarn":
+        return 1.0
+    return 0.1 * math.log(float(scaling["factor"])) + 1.0 if float(scaling["factor"]) > 1 else 1.0
 
 
 def rope_table(config: DraftConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
     """(cos, sin) of positions [...], each [..., head_dim / 2], fp32."""
     angles = positions.float().unsqueeze(-1) * inverse_frequencies(config).to(positions.device)
-    return angles.cos(), angles.sin()
+    factor = attention_factor(config)
+    return angles.cos() * factor, angles.sin() * factor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -65,9 +65,10 @@ def borrow(model: Path) -> Borrowed:
     found: dict[str, Tensor] = {}
     for path in sorted(model.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (not a dict)
+            for stored in file.keys():  # noqa: SIM118 (not a dict)
+                name = stored.removeprefix("language_model.")  # of a multimodal model
                 if name in names:
-                    found[name] = file.get_tensor(name)
+                    found[name] = file.get_tensor(stored)
     if missing := {names[0], names[2]} - set(found):
         raise ValueError(f"{model} lacks {', '.join(sorted(missing))}")
     tied = bool(target_config(model).get("tie_word_embeddings"))
@@ -77,8 +78,9 @@ def borrow(model: Path) -> Borrowed:
 
 
 def target_config(model: Path) -> dict[str, Any]:
+    """config.json, what a multimodal model nests for its language model laid over the rest."""
     config: dict[str, Any] = json.loads((model / "config.json").read_text())
-    return config
+    return {**config, **(config.get("text_config") or {})}
 
 
 def end_tokens(model: Path) -> set[int]:

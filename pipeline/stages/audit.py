@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pipeline.eagle3.draft import Drafter, expected_shapes, read_config, read_rope
+from pipeline.eagle3.draft import Drafter, expected_shapes, plain_scaling, read_config, read_rope, text_config
 from pipeline.eagle3.frozen import borrow, target_config, vocab_from_maps
 from pipeline.eagle3.trained import Trained, read_trained
 from pipeline.eagle3.ttt import to_engine_layout
@@ -142,7 +142,8 @@ def check_context(config: dict[str, Any], target: dict[str, Any]) -> str:
 def check_rope(config: dict[str, Any], target: dict[str, Any]) -> str:
     old = {name: config[name] for name in ("rope_theta", "rope_scaling")}
     new = {"rope_parameters": config["rope_parameters"]}
-    wanted = read_rope(target)
+    theta, scaling = read_rope(text_config(target))
+    wanted = theta, plain_scaling(scaling)
     for name, part in (("rope_theta and rope_scaling", old), ("rope_parameters", new)):
         if read_rope(part) != wanted:
             raise Finding(f"{name} say {read_rope(part)}, the target has {wanted}")
