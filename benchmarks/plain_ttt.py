@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipeline.eagle3.batch import Taught, span_left
 from pipeline.eagle3.draft import DraftConfig, rms_norm, rope_table, rotate
-from pipeline.eagle3.teacher import Taught, span_left
 
 
 def plain_loss(

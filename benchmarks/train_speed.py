@@ -38,8 +38,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.plain_ttt import plain_loss
+from pipeline.eagle3.batch import Taught, pack
 from pipeline.eagle3.draft import DraftConfig
-from pipeline.eagle3.teacher import Taught, pack
 from pipeline.eagle3.train import Settings, Trainer
 from pipeline.eagle3.ttt import trained_shapes
 

@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.plain_ttt import plain_loss
+from pipeline.eagle3.batch import Taught, pack, span_left
 from pipeline.eagle3.draft import DraftCache, Drafter
+from pipeline.eagle3.losses import Top, head_loss
 from pipeline.eagle3.shards import draw_batches, read_shard, shard_bytes
 from pipeline.eagle3.start import ridge_start, unit_rms
-from pipeline.eagle3.teacher import Taught, pack, span_left
 from pipeline.eagle3.train import Settings, Trainer
-from pipeline.eagle3.ttt import Tape, head_kl, to_engine_layout, ttt_loss
+from pipeline.eagle3.ttt import Tape, to_engine_layout, ttt_loss
 from tests.lab.tiny_drafter import CONFIG, random_weights
 from tests.lab.tiny_rows import random_row, random_trained, rows
 
@@ -91,7 +92,7 @@ def test_head_and_loss_fused_equal_autograd_beyond_one_chunk() -> None:
     head = torch.randn(40, 16, generator=g)
     probs, ids = torch.softmax(torch.randn(300, 40, generator=g), -1).topk(6, -1)
     weight = torch.rand(300, generator=g)
-    loss, hits = head_kl(hidden, head, ids, probs, weight)
+    loss, hits = head_loss(hidden, head, Top(ids, probs), weight)
     (gradient,) = torch.autograd.grad(loss, hidden)
     log_q = torch.log_softmax(hidden @ head.t(), -1)
     expected = -(weight.unsqueeze(1) * probs * log_q.gather(1, ids)).sum()
@@ -159,8 +160,8 @@ def test_the_start_predicts_before_any_training() -> None:
     # Each row is judged on its own best guess: the head's rows are the true states of this row.
     batch, last = pack(data[:1], rms, torch.float32)
     head = unit_rms(last, 1e-5)[: CONFIG.draft_vocab_size]
-    batch.teacher_ids = torch.arange(40).clamp(max=CONFIG.draft_vocab_size - 1).unsqueeze(1)
-    batch.teacher_probs = torch.ones(40, 1)
+    ids = torch.arange(40).clamp(max=CONFIG.draft_vocab_size - 1).unsqueeze(1)
+    batch.teacher = Top(ids, torch.ones(40, 1))
     batch.left = torch.where(torch.arange(40) < CONFIG.draft_vocab_size, 1, 0)
     weights = {name: tensor.requires_grad_() for name, tensor in start.items()}
     assert ttt_loss(CONFIG, weights, embed, head, batch, 1, Tape()).hits[0] > 0.9

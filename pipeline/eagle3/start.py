@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipeline.eagle3.batch import Batch
 from pipeline.eagle3.draft import DraftConfig
-from pipeline.eagle3.ttt import Batch, trained_shapes
+from pipeline.eagle3.ttt import trained_shapes
 
 RIDGE = 0.02  # of the mean diagonal
 SHARPNESS = 14.0  # how much more a slot's score for itself is than for a slot that has nothing in common with it

@@ -18,12 +18,13 @@ from typing import Any
 import torch
 
 from pipeline.eagle3 import checkpoint
+from pipeline.eagle3.batch import pack
 from pipeline.eagle3.devices import DTYPES
 from pipeline.eagle3.draft import config_for_target
 from pipeline.eagle3.frozen import borrow, read_vocab, target_config
 from pipeline.eagle3.shards import draw_batches, read_index, read_shards
 from pipeline.eagle3.start import capture_rms, ridge_start
-from pipeline.eagle3.teacher import pack, teach
+from pipeline.eagle3.teacher import teach
 from pipeline.eagle3.train import MEASURE_FROM, MEASURE_TO, Settings, Trainer, skip, steps_that_fit
 from pipeline.eagle3.trained import Trained, trained_bytes
 from pipeline.eagle3.ttt import trained_shapes

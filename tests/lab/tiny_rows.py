@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pipeline.eagle3.batch import Taught
 from pipeline.eagle3.draft import DraftConfig
-from pipeline.eagle3.teacher import Taught
 from pipeline.eagle3.ttt import trained_shapes
 from tests.lab.tiny_drafter import CONFIG
 
