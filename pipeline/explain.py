@@ -1,6 +1,19 @@
 """What the pipeline's error and check ids mean, for `rigbook explain ID`."""
 
+from pipeline.stages.audit_checks import AUDIT
+
 EXPLAIN: dict[str, str] = {
+    **{id: f"{title}. {why} What to do: {fix}" for id, (title, why, fix) in AUDIT.items()},
+    "audit.env": "`run audit --draft` needs a Python with torch and safetensors on the host where the drafter is: an "
+    "env of rigbook.toml.",
+    "run.audit": "`rigbook run audit --draft DIR` looks at any drafter's directory; --against OTHER compares it with "
+    "another.",
+    "stage.no-gpu": "The stage is set to a GPU, and torch sees none: hours on the CPU by mistake are worse than a "
+    "sentence. Set its `device` to cpu, or use an env whose torch has CUDA.",
+    "hidden.floor": "The disk ran full while hidden states were written. Whole shards are kept: make room and start "
+    "the stage again.",
+    "train.states": "The folder of hidden states has no index.json of this version: what its layers mean is not known. "
+    "Extract the states again.",
     "demo.packages": "The demo runs a small real model with torch. `make demo` installs what it needs; by hand it is "
     "pip install 'rigbook[demo]'. The rest of rigbook works without torch.",
     "demo.other-project": "The folder holds a rigbook.toml that the demo did not write. The demo never touches it.",

@@ -19,13 +19,31 @@ def run(
     stages: list[str] = typer.Argument(None, help="Stages, or `all`. Without any: the list with each one's state."),
     from_: str = typer.Option("", "--from", help="Start at this stage."),
     until: str = typer.Option("", "--until", help="End with this stage."),
+    draft: str = typer.Option("", "--draft", help="audit: any drafter's directory on the host, also a downloaded one."),
+    against: str = typer.Option("", "--against", help="audit: another drafter to compare it with."),
+    engine: str = typer.Option("sglang", "--engine", help="audit: what is to load it, sglang or vllm."),
+    engine_version: str = typer.Option("", "--engine-version", help="audit: its version; the newest when left out."),
+    context: int = typer.Option(0, "--context", min=0, help="audit: tokens that will be served; 0: the target's."),
+    env: str = typer.Option("", "--env", help="audit: the env to work in; the pipeline's when left out."),
 ) -> None:
     """Run pipeline stages as jobs on the pipeline's host; what is done is not done again.
 
+    `audit --draft DIR` looks at any drafter, the project's or not, and exits with 6 when something is wrong with it.
+
     Example:  rigbook run all --until export
+    Example:  rigbook run audit --draft /data/drafts/downloaded --against /data/drafts/v3
     """
     from pipeline import recipe
 
+    if draft or against:
+        if stages != ["audit"] or not draft or engine not in ("sglang", "vllm"):
+            raise RigbookError(
+                "run.audit",
+                "--draft DIR goes with `run audit` alone, --against OTHER with --draft, --engine is sglang or vllm",
+                exit_code=USAGE,
+            )
+        _audit(draft, against or None, engine, engine_version, context, env or None)
+        return
     chosen = recipe.select(list(stages or []), from_ or None, until or None)
     if (not stages and not from_ and not until) or ctx.dry_run:
         states = wait_for(_states(chosen))
@@ -48,6 +66,46 @@ def run(
         {"kind": "summary", "stages": {n: {"status": o.status, "result": o.result} for n, o in outcomes.items()}},
         table(rows, ["stage", "status", "time", "run"]),
     )
+
+
+def _audit(draft: str, against: str | None, engine: str, engine_version: str, context: int, env: str | None) -> None:
+    from pipeline.audits import Question, audit, env_of
+    from pipeline.runs import open_work
+    from state.errors import FINDINGS
+
+    async def work() -> dict[str, Any]:
+        async with open_work(root()) as opened:
+            target = opened.project.target
+            question = Question(draft, against, target.path if target else None, engine, engine_version, context)
+            return await audit(opened, env_of(opened, env), question)
+
+    report = wait_for(work())
+    emit(report, "\n".join(_audit_lines(report)))
+    if report["findings"]:
+        raise typer.Exit(FINDINGS)
+
+
+def _audit_lines(report: dict[str, Any]) -> list[str]:
+    lines = []
+    for finding in report["findings"]:
+        lines += [f"{finding['severity'].upper()}  {finding['text']}  [{finding['check']}]", f"  {finding['fix']}"]
+    lines += [f"not checked  {one['text']}  [{one['check']}]" for one in report["unchecked"]]
+    lines.append(f"{len(report['findings']) or 'no'} findings, {len(report['checked'])} checks made")
+    other = report.get("against")
+    if other:
+        lines.append(f"against the other: {other['same_tensors']} tensors are the same" if "tensors" in other else "")
+        lines += [f"  {name}: {_difference(one)}" for name, one in other.get("tensors", {}).items()]
+        lines += [f"  only here: {name}" for name in other.get("only_here", [])]
+        lines += [f"  only there: {name}" for name in other.get("only_there", [])]
+        lines += [f"  {key}: {here!r}, there {there!r}" for key, (here, there) in other.get("config", {}).items()]
+        lines += [f"the other cannot be read: {other['unreadable']}"] if "unreadable" in other else []
+    return [line for line in lines if line]
+
+
+def _difference(one: dict[str, Any]) -> str:
+    if "shape" in one:
+        return f"{one['shape']}, there {one['other']}"
+    return f"differs by up to {one['largest_difference']:.3g}, cosine {one['cosine']:.4f}"
 
 
 async def _states(chosen: list[Any]) -> list[dict[str, str]]:
