@@ -20,8 +20,7 @@ from pipeline.eagle3.draft import (
     rope_table,
     write_config,
 )
-from pipeline.eagle3.shards import bytes_per_token
-from pipeline.eagle3.sizes import file_parameters, parameters, training_parameters
+from pipeline.eagle3.sizes import bytes_per_token, file_parameters, parameters, training_parameters
 from tests.lab.tiny_drafter import CONFIG, random_drafter, random_weights
 
 

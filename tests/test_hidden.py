@@ -12,7 +12,8 @@ from torch import Tensor
 
 from pipeline.eagle3 import teacher
 from pipeline.eagle3.frozen import Vocab
-from pipeline.eagle3.shards import bytes_per_token, read_index, read_shards
+from pipeline.eagle3.shards import read_index, read_shards
+from pipeline.eagle3.sizes import bytes_per_token
 from pipeline.eagle3.target import Target
 from pipeline.stages import hidden
 from pipeline.stages.protocol import Refused, write_jsonl

@@ -59,11 +59,6 @@ class Index:
     schema: int = SCHEMA
 
 
-def bytes_per_token(hidden_size: int, layers: int) -> int:
-    """Of states alone: 57,344 for Kimi-K2.5 (H 7168, three layers)."""
-    return 2 * (layers + 1) * hidden_size
-
-
 def shard_bytes(rows: Sequence[Row]) -> bytes:
     """The file for some rows."""
     tensors = {

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import math
 
-from pipeline.eagle3.draft import DraftConfig, expected_shapes
+from pipeline.eagle3.config import DraftConfig, expected_shapes
+
+
+def bytes_per_token(hidden_size: int, layers: int) -> int:
+    """Of stored hidden states in bf16, `layers` captures and the last one: 57,344 for Kimi-K2.5 (H 7168, three)."""
+    return 2 * (layers + 1) * hidden_size
 
 
 def parameters(config: DraftConfig) -> dict[str, int]:

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from pipeline.eagle3.devices import DTYPES, device_of
 from pipeline.eagle3.draft import default_aux_layers
-from pipeline.eagle3.shards import Index, Row, bytes_per_token, index_json, read_shard, shard_bytes
+from pipeline.eagle3.shards import Index, Row, index_json, read_shard, shard_bytes
+from pipeline.eagle3.sizes import bytes_per_token
 from pipeline.eagle3.target import Target, TargetError
 from pipeline.stages.protocol import Stage, digest_file, main, read_jsonl, write_bytes, write_json
 
