@@ -4,6 +4,9 @@ from pipeline.stages.audit_checks import AUDIT
 
 EXPLAIN: dict[str, str] = {
     **{id: f"{title}. {why} What to do: {fix}" for id, (title, why, fix) in AUDIT.items()},
+    "estimate.assume": "--assume NAME=NUMBER says what no run has measured yet: tokens (of all training rows, prompts "
+    "included), price (of the machine, an hour), or a stage's tokens a second.",
+    "estimate.config": "The target's config.json, from which sizes are computed, cannot be read.",
     "audit.env": "`run audit --draft` needs a Python with torch and safetensors on the host where the drafter is: an "
     "env of rigbook.toml.",
     "run.audit": "`rigbook run audit --draft DIR` looks at any drafter's directory; --against OTHER compares it with "

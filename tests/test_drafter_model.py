@@ -21,6 +21,7 @@ from pipeline.eagle3.draft import (
     write_config,
 )
 from pipeline.eagle3.sizes import bytes_per_token, file_parameters, parameters, training_parameters
+from tests.lab.kimi import KIMI
 from tests.lab.tiny_drafter import CONFIG, random_drafter, random_weights
 
 
@@ -101,39 +102,6 @@ def test_rope_survives_in_both_schemas(tmp_path: Path, rope_schema: str) -> None
     assert not torch.allclose(inverse_frequencies(back), inverse_frequencies(replace(config, rope_scaling=None)))
 
 
-# The language model of moonshotai/Kimi-K2.5, as its config.json nests it: what is needed of it.
-KIMI = {
-    "architectures": ["KimiK25ForConditionalGeneration"],
-    "model_type": "kimi_k25",
-    "text_config": {
-        "model_type": "kimi_k2",
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "num_hidden_layers": 61,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 64,
-        "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "vocab_size": 163840,
-        "max_position_embeddings": 262144,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 50000.0,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": 64.0,
-            "original_max_position_embeddings": 4096,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-        },
-    },
-}
-
-
 def test_a_drafter_for_kimi_k2_5_has_the_published_sizes() -> None:
     config = config_for_target(KIMI, (), 32_000)
     sizes = parameters(config)
@@ -148,7 +116,7 @@ def test_a_drafter_for_kimi_k2_5_has_the_published_sizes() -> None:
 
 
 def test_a_width_that_the_target_does_not_say_is_named() -> None:
-    text = {key: value for key, value in KIMI["text_config"].items() if key != "intermediate_size"}  # type: ignore[attr-defined]
+    text = {key: value for key, value in KIMI["text_config"].items() if key != "intermediate_size"}
     with pytest.raises(ValueError, match="no intermediate_size"):
         config_for_target({"text_config": text}, (), 32_000)
 

@@ -19,6 +19,8 @@ def run(
     stages: list[str] = typer.Argument(None, help="Stages, or `all`. Without any: the list with each one's state."),
     from_: str = typer.Option("", "--from", help="Start at this stage."),
     until: str = typer.Option("", "--until", help="End with this stage."),
+    assume: list[str] = typer.Option([], "--assume", help="dry run: NAME=NUMBER for tokens, price (an hour), a stage."),
+    target_config: str = typer.Option("", "--target-config", help="dry run: the target's config.json, a file here."),
     draft: str = typer.Option("", "--draft", help="audit: any drafter's directory on the host, also a downloaded one."),
     against: str = typer.Option("", "--against", help="audit: another drafter to compare it with."),
     engine: str = typer.Option("sglang", "--engine", help="audit: what is to load it, sglang or vllm."),
@@ -28,6 +30,7 @@ def run(
 ) -> None:
     """Run pipeline stages as jobs on the pipeline's host; what is done is not done again.
 
+    With --dry-run: time, disk and money of what is to do, and on what each figure rests.
     `audit --draft DIR` looks at any drafter, the project's or not, and exits with 6 when something is wrong with it.
 
     Example:  rigbook run all --until export
@@ -45,11 +48,15 @@ def run(
         _audit(draft, against or None, engine, engine_version, context, env or None)
         return
     chosen = recipe.select(list(stages or []), from_ or None, until or None)
-    if (not stages and not from_ and not until) or ctx.dry_run:
-        states = wait_for(_states(chosen))
-        cells = [[r["stage"], r["state"], r["folder"], r["help"]] for r in states]
-        text = table(cells, ["stage", "state", "folder", ""])
-        emit(states, text)
+    if ctx.dry_run:
+        from tui.cli.planned import show
+
+        show(chosen, assume, target_config)
+        return
+    if not stages and not from_ and not until:
+        found = wait_for(_list(chosen))
+        cells = [[r["stage"], r["state"], r["folder"], r["help"]] for r in found]
+        emit(found, table(cells, ["stage", "state", "folder", ""]))
         return
     from pipeline.stage_runner import run_stages
     from tui.cli.demo import Console
@@ -108,27 +115,27 @@ def _difference(one: dict[str, Any]) -> str:
     return f"differs by up to {one['largest_difference']:.3g}, cosine {one['cosine']:.4f}"
 
 
-async def _states(chosen: list[Any]) -> list[dict[str, str]]:
-    from pipeline import recipe
+async def _list(chosen: list[Any]) -> list[dict[str, str]]:
     from pipeline.runs import open_work
-    from pipeline.stage_runner import done_manifest
 
     async with open_work(root()) as work:
-        link = await work.rig.link(recipe.pipeline_of(work.project).host)
-        rows = []
-        for stage in chosen:
-            wanted = recipe.spec(work.project, stage)
-            done = await done_manifest(link, wanted)
-            state = "done" if done else "changed" if await _changed(link, wanted) else "to do"
-            rows.append(
-                {
-                    "stage": stage.name,
-                    "state": state,
-                    "folder": recipe.folder(work.project, stage.name),
-                    "help": stage.help,
-                }
-            )
-        return rows
+        return await states(work, chosen)
+
+
+async def states(work: Any, chosen: list[Any]) -> list[dict[str, str]]:
+    """Whether each stage's folder is done, to do, or changed since it was begun."""
+    from pipeline import recipe
+    from pipeline.stage_runner import done_manifest
+
+    link = await work.rig.link(recipe.pipeline_of(work.project).host)
+    rows = []
+    for stage in chosen:
+        wanted = recipe.spec(work.project, stage)
+        done = await done_manifest(link, wanted)
+        state = "done" if done else "changed" if await _changed(link, wanted) else "to do"
+        folder = recipe.folder(work.project, stage.name)
+        rows.append({"stage": stage.name, "state": state, "folder": folder, "help": stage.help})
+    return rows
 
 
 async def _changed(link: Any, wanted: dict[str, Any]) -> bool:

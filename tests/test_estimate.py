@@ -1,0 +1,133 @@
+"""What a plan says it will take: real numbers for a real target, unknown where nothing is known, never made up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.estimate import Assumptions, estimate, measured, parse_assumptions, total
+from pipeline.recipe import STAGES
+from state.book import Run
+from state.errors import RigbookError
+from state.project import Project, loads
+from tests.lab.kimi import KIMI
+from tests.test_rig_commands import rigbook
+
+RIG = """[project]
+name = "kimi"
+[hosts.llm]
+kind = "local"
+state_dir = "{root}/state"
+[envs.train]
+host = "llm"
+python = "/usr/bin/python3"
+[profiles.baseline]
+env = "train"
+engine = "sglang"
+port = 8000
+[target]
+path = "{root}/models/Kimi-K2.5"
+[pipeline]
+host = "llm"
+env = "train"
+workdir = "{root}/eagle3"
+[pipeline.prompts]
+self_written = 88000
+[pipeline.generate]
+max_tokens = 4096
+[pipeline.vocab]
+size = 32000
+[pipeline.train]
+minutes = 1200
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    text = RIG.format(root=tmp_path)
+    (tmp_path / "rigbook.toml").write_text(text)
+    return loads(text, tmp_path)
+
+
+def run(name: str, seconds: float, result: dict[str, Any], status: str = "done", seq: int = 1) -> Run:
+    return Run(f"{name}-1", seq, name=name, status=status, seconds=seconds, result=result)
+
+
+def test_the_whole_pipeline_for_kimi_k2_5(project: Project) -> None:
+    assume = Assumptions(61_330_000, 20.0, {"hidden": 1000.0, "generate": 1100.0})
+    guesses = {guess.stage: guess for guess in estimate(project, KIMI, [], assume)}
+    assert list(guesses) == [stage.name for stage in STAGES]
+    states, training, exported = guesses["hidden"], guesses["train"], guesses["export"]
+    assert states.disk == 61_330_000 * 57_344 and round(states.disk / 1e9) == 3517
+    assert states.seconds == 61_330 and states.money == pytest.approx(61_330 / 3600 * 20)
+    assert exported.disk is not None and exported.disk // 2 == 1_190_948_864
+    assert training.seconds == 72_000 and any("2,594.7 M parameters in memory" in why for why in training.basis)
+    # Two checkpoints kept and one being written, three fp32 vectors of what is trained each, and the result.
+    assert training.disk == 961_572_864 * 4 * 10
+    assert any("at most: 88,060 answers of 4,096 tokens" in why for why in guesses["generate"].basis)
+    assert any("1,000 tokens/s assumed" in why for why in states.basis)
+    everything = total(guesses.values())
+    assert set(everything.unknown_time) == {"prompts", "tokenize", "mix", "vocab", "held_self", "held_people", *LATE}
+    assert everything.disk > 3517e9 and everything.money == pytest.approx(sum(g.money or 0 for g in guesses.values()))
+
+
+LATE = ("export", "audit", "predict")
+
+
+def test_nothing_is_known_of_a_target_whose_config_was_not_read(project: Project) -> None:
+    guesses = {guess.stage: guess for guess in estimate(project, None, [], Assumptions())}
+    for stage in ("hidden", "train", "export", "vocab"):
+        assert guesses[stage].disk is None, "unknown is not zero"
+    assert guesses["hidden"].seconds is None and guesses["generate"].money is None
+    assert {"hidden", "train", "export", "vocab"} <= set(total(guesses.values()).unknown_disk)
+
+
+def test_what_the_book_measured_counts_and_what_failed_does_not(project: Project) -> None:
+    runs = [
+        run("generate", 100.0, {"response_tokens": 50_000, "rows": {"out": 100}}),
+        run("tokenize", 10.0, {"tokens": 60_000, "response_tokens": 50_000, "rows": {"out": 100}}),
+        run("hidden", 20.0, {"tokens": 60_000}),
+        run("hidden", 1.0, {"tokens": 60_000}, status="failed"),
+        run("train", 0.0, {"tokens_seen": 1}),
+    ]
+    assert measured(runs) == {
+        "generate": (500.0, "generate-1"),
+        "tokenize": (6000.0, "tokenize-1"),
+        "hidden": (3000.0, "hidden-1"),
+    }
+    guesses = {guess.stage: guess for guess in estimate(project, KIMI, runs, Assumptions())}
+    rows = 88_060
+    assert guesses["generate"].tokens == rows * 500 and guesses["generate"].seconds == rows
+    assert guesses["hidden"].tokens == rows * 600 and guesses["hidden"].seconds == rows * 600 / 3000
+    assert any("measured by hidden-1" in why for why in guesses["hidden"].basis)
+    again = {g.stage: g for g in estimate(project, KIMI, runs, Assumptions(rates={"hidden": 60_000.0}))}
+    assert again["hidden"].seconds == rows / 100, "what is assumed stands above what was measured"
+
+
+@pytest.mark.parametrize("word", ["hidden", "hidden=", "hidden=0", "hidden=-1", "hidden=fast", "hiden=5", "price=inf"])
+def test_an_assumption_that_makes_no_sense_is_refused(word: str) -> None:
+    with pytest.raises(RigbookError) as error:
+        parse_assumptions([word])
+    assert error.value.id == "estimate.assume" and word in error.value.message
+
+
+def test_the_command_shows_it_before_anything_exists(project: Project, tmp_path: Path) -> None:
+    unread = rigbook(tmp_path, "--dry-run", "run", "all")
+    assert unread.returncode == 0 and b"size unknown" in unread.stdout, unread.stderr
+    (tmp_path / "config.json").write_text(json.dumps(KIMI))
+    words = ("run", "all", "--target-config", str(tmp_path / "config.json"), "--assume", "tokens=61_330_000")
+    shown = rigbook(tmp_path, "--dry-run", *words, "--assume", "hidden=1000", "--assume", "price=20")
+    assert shown.returncode == 0, shown.stderr
+    text = shown.stdout.decode()
+    assert "3,517 GB" in text and "57,344 bytes a token" in text and "NOT ENOUGH" in text
+    assert "1,190.9 M parameters" in text and "at least" in text
+    told = json.loads(rigbook(tmp_path, "--json", "--dry-run", *words).stdout)
+    hidden = next(stage for stage in told["stages"] if stage["stage"] == "hidden")
+    assert hidden["estimate"]["disk"] == 61_330_000 * 57_344 and hidden["state"] == "to do"
+    assert told["enough_disk"] is False and "hidden" in told["total"]["unknown_time"]
+    assert not (tmp_path / "eagle3").exists(), "a plan changes nothing"
+    assert rigbook(tmp_path, "--dry-run", "run", "all", "--target-config", "nowhere.json").returncode == 2
+    assert rigbook(tmp_path, "--dry-run", "run", "all", "--assume", "x=1").returncode == 2
