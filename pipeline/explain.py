@@ -28,6 +28,9 @@ EXPLAIN: dict[str, str] = {
     "demo.disk": "Checked before anything is made: the sum of what the demo writes, against what is free.",
     "demo.clean": "After a simulated crash, rigbook could not prove that port and memory are free again, or the live "
     "server beside it stopped answering. `rigbook clean` shows what is still held.",
+    "run.preview": "`rigbook run preview [N]`: N is how many of the tokenised rows to show.",
+    "run.no-samples": "`rigbook run preview` shows rows that the stage `tokenize` has put aside to look at: run it "
+    "first.",
     "pipeline.none": "rigbook.toml has no [pipeline] table: rigbook does not know where stages run.",
     "pipeline.no-target": "rigbook.toml has no [target] table: there is no model to draft for.",
     "stage.unknown": "There is no such stage; `rigbook run` lists them.",

@@ -4,6 +4,7 @@ inputs    rows (rows.jsonl of `generate`), model
 settings  max_len: longer rows are cut there
 output    rows.jsonl: {"id", "source", "texts", "input_ids", "loss_mask"}; mask 1 = response token, the end token too
           errors.jsonl: rows set aside, with the reason; samples.txt: some rows with the masked span marked, to look at
+          samples.jsonl: more of them, {"id", "source", "tokens": [[text, mask], …]}, for `rigbook run preview`
 
 Ids are the ones that the model produced, where the server gave them: encoding its text again may give others. A mask
 that is wrong trains a drafter that looks healthy, so each row must decode back to the response text.
@@ -21,6 +22,7 @@ from pipeline.stages.protocol import Stage, main, read_jsonl, write_bytes, write
 MAX_BAD = 0.02  # more rows than this share that cannot be used mean a fault of the set-up, not of the rows
 MANY_UNFINISHED = 0.5
 SAMPLES = 5
+PREVIEWS = 50
 
 
 class Unusable(Exception):
@@ -71,6 +73,8 @@ def run(stage: Stage) -> dict[str, Any]:
     write_jsonl(stage.out / "rows.jsonl", rows)
     stage.artifact("rows", stage.out / "rows.jsonl")
     write_bytes(stage.out / "samples.txt", "\n\n".join(marked(chat, row) for row in rows[:SAMPLES]).encode())
+    every = max(1, len(rows) // PREVIEWS)
+    write_jsonl(stage.out / "samples.jsonl", (sample(chat, row) for row in rows[::every][:PREVIEWS]))
     lengths, responses = [len(r["input_ids"]) for r in rows], [sum(r["loss_mask"]) for r in rows]
     return {
         "rows": {"in": len(source), "out": len(rows), "errors": len(errors), "skipped": empty},
@@ -114,6 +118,12 @@ def marked(chat: Chat, row: dict[str, Any]) -> str:
     start = row["loss_mask"].index(1)
     prompt, response = chat.decode(row["input_ids"][:start]), chat.decode(row["input_ids"][start:])
     return f"--- {row['id']}\n{prompt}⟦{response}⟧"
+
+
+def sample(chat: Chat, row: dict[str, Any]) -> dict[str, Any]:
+    """The row token by token, each with its mask. A token that is part of a character decodes to U+FFFD."""
+    tokens = [[chat.decode([id]), mask] for id, mask in zip(row["input_ids"], row["loss_mask"], strict=True)]
+    return {"id": row["id"], "source": row["source"], "tokens": tokens}
 
 
 def histogram(lengths: list[int]) -> dict[str, int]:

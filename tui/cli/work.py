@@ -31,9 +31,11 @@ def run(
     """Run pipeline stages as jobs on the pipeline's host; what is done is not done again.
 
     With --dry-run: time, disk and money of what is to do, and on what each figure rests.
+    `preview [N]` shows tokenised rows with what counts for the loss marked.
     `audit --draft DIR` looks at any drafter, the project's or not, and exits with 6 when something is wrong with it.
 
     Example:  rigbook run all --until export
+    Example:  rigbook run preview 5
     Example:  rigbook run audit --draft /data/drafts/downloaded --against /data/drafts/v3
     """
     from pipeline import recipe
@@ -46,6 +48,11 @@ def run(
                 exit_code=USAGE,
             )
         _audit(draft, against or None, engine, engine_version, context, env or None)
+        return
+    if stages and stages[0] == "preview":
+        from tui.cli.preview import preview
+
+        preview(stages[1:])
         return
     chosen = recipe.select(list(stages or []), from_ or None, until or None)
     if ctx.dry_run:
