@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import to_builtins
 from msgspec.structs import asdict
 
 from state.errors import USAGE, RigbookError
@@ -37,7 +38,7 @@ def _base_url(project: Project) -> str:
 def _prompts(project: Project) -> dict[str, Any]:
     p = pipeline_of(project)
     return {
-        **asdict(p.prompts),
+        **to_builtins(p.prompts),
         "base_url": _base_url(project),
         "concurrency": p.generate.concurrency,
     }
@@ -110,7 +111,11 @@ STAGES: tuple[StageDef, ...] = (
         "tokenize",
         "tokenize",
         "token ids and loss mask",
-        {"rows": ("generate", "rows.jsonl")},
+        {
+            "rows": ("generate", "rows.jsonl"),
+            "ready": ("prompts", "ready.jsonl"),
+            "tokenized": ("prompts", "tokenized.jsonl"),
+        },
         model=True,
         settings=_only("tokenize"),
     ),
