@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from msgspec import to_builtins
 from msgspec.structs import asdict
 
 from state.errors import USAGE, RigbookError
@@ -38,7 +37,7 @@ def _base_url(project: Project) -> str:
 def _prompts(project: Project) -> dict[str, Any]:
     p = pipeline_of(project)
     return {
-        **to_builtins(p.prompts),
+        **asdict(p.prompts),
         "base_url": _base_url(project),
         "concurrency": p.generate.concurrency,
     }
@@ -111,11 +110,7 @@ STAGES: tuple[StageDef, ...] = (
         "tokenize",
         "tokenize",
         "token ids and loss mask",
-        {
-            "rows": ("generate", "rows.jsonl"),
-            "ready": ("prompts", "ready.jsonl"),
-            "tokenized": ("prompts", "tokenized.jsonl"),
-        },
+        {"rows": ("generate", "rows.jsonl")},
         model=True,
         settings=_only("tokenize"),
     ),
@@ -154,6 +149,7 @@ STAGES: tuple[StageDef, ...] = (
         {"hidden": ("hidden", ""), "vocab": ("vocab", "vocab.safetensors")},
         model=True,
         settings=_only("train"),
+        transient=("processes",),
     ),
     StageDef(
         "export",

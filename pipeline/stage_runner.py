@@ -51,12 +51,20 @@ async def run_module(work: Work, name: str, module: str, wanted: dict[str, Any],
         pipeline.host,
         name=name,
         what=what,
-        argv=[env.python, "-m", f"pipeline.stages.{module}", "--spec", "{job}/stage.json"],
+        argv=[env.python, *launcher(wanted), "-m", f"pipeline.stages.{module}", "--spec", "{job}/stage.json"],
         files={"stage.json": document},
         env=dict(env.vars),
         settings=wanted["settings"],
         key=job_key({**wanted, "settings": lasting(wanted)}),  # a job that asks elsewhere is the same work
     )
+
+
+def launcher(wanted: dict[str, Any]) -> list[str]:
+    """What starts a stage that runs as several processes, one a GPU: torchrun, on one machine."""
+    processes = int(wanted["settings"].get("processes") or 1)
+    if processes == 1:
+        return []
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
 
 
 async def done_manifest(link: Link, wanted: dict[str, Any]) -> dict[str, Any] | None:

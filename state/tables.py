@@ -103,23 +103,7 @@ class Profile(Table, frozen=True, kw_only=True):
     speculative: Annotated[Speculative | None, Meta(description="speculative decoding; left out: none")] = None
 
 
-class Source(Table, frozen=True, kw_only=True):
-    name: Annotated[str, Meta(description="what its rows are called", min_length=1)]
-    path: Annotated[str, Meta(description="a file or folder on the pipeline's host")]
-    format: Annotated[
-        Literal["auto", "jsonl", "json", "parquet", "dataset", "text", "paragraphs"],
-        Meta(description="what is in it; auto: by the names of its files"),
-    ] = "auto"
-    rows: Annotated[int, Meta(description="at most so many rows of it, chosen by the seed; 0: all", ge=0)] = 0
-    tokens: Annotated[int, Meta(description="response tokens to train on from it; 0: no limit", ge=0)] = 0
-    held: Annotated[int, Meta(description="prompts of it that are held out for measuring", ge=0)] = 0
-    own_answers: Annotated[
-        bool, Meta(description="its last answers are the target's own: they are kept, not asked for anew")
-    ] = False
-
-
 class PromptsTable(Table, frozen=True, kw_only=True):
-    sources: Annotated[list[Source], Meta(description="files and data sets with prompts")] = []
     seeds: Annotated[bool, Meta(description="use the prompts that ship with rigbook")] = True
     self_written: Annotated[int, Meta(description="prompts that the target writes itself", ge=0)] = 400
     held_self: Annotated[int, Meta(description="of those, held out for measuring", ge=1)] = 24
@@ -161,9 +145,29 @@ class HiddenTable(Table, frozen=True, kw_only=True):
 
 class TrainTable(Table, frozen=True, kw_only=True):
     ttt_steps: Annotated[int, Meta(description="training-time-test steps", ge=1)] = 3
-    minutes: Annotated[float, Meta(description="time budget, minutes", gt=0)] = 2.75
+    minutes: Annotated[float, Meta(description="time budget, minutes, where steps and epochs are 0", gt=0)] = 2.75
+    steps: Annotated[int, Meta(description="optimiser steps, exactly; 0: by epochs or minutes", ge=0)] = 0
+    epochs: Annotated[float, Meta(description="passes over the data; 0: by steps or minutes", ge=0)] = 0.0
     batch_tokens: Annotated[int, Meta(description="tokens a step, prompts included", ge=1)] = 512
+    pieces: Annotated[
+        int, Meta(description="pieces that a step is worked in, over all processes; 0: one for each process", ge=0)
+    ] = 0
+    processes: Annotated[int, Meta(description="processes that train together, one a GPU (torchrun)", ge=1)] = 1
+    device: Annotated[str, Meta(description="where it trains: cpu, cuda or auto")] = "cpu"
+    start: Annotated[
+        str, Meta(description="ridge (a regression on the states), random, or the directory of a drafter to go on from")
+    ] = "ridge"
+    train_head: Annotated[bool, Meta(description="train the head too, which else stays the target's rows")] = False
+    loss: Annotated[
+        Literal["kl", "lk-lambda", "lk-alpha"], Meta(description="forward KL, or one of the LK losses (acceptance)")
+    ] = "kl"
     lr: Annotated[float, Meta(description="peak learning rate", gt=0)] = 1e-3
+    warmup: Annotated[int, Meta(description="steps until the learning rate is at its peak", ge=20)] = 20
+    weight_decay: Annotated[float, Meta(description="AdamW's weight decay", ge=0)] = 0.0
+    clip: Annotated[float, Meta(description="greatest norm of a step's gradient; 0: any", ge=0)] = 0.0
+    held_rows: Annotated[
+        int, Meta(description="rows set aside, to predict the accept length on while it trains", ge=0)
+    ] = 0
     dtype: Annotated[str, Meta(description="number format of the matrix products")] = "bfloat16"
     seed: Annotated[int, Meta(description="random seed")] = 0
 

@@ -22,7 +22,11 @@ from tests.lab.tiny_pipeline import up_to_hidden
 SETTINGS = {"steps": 400, "batch_tokens": 160, "dtype": "bfloat16", "lr": 2e-3}
 ENV = {"PYTHONPATH": ".", "OMP_NUM_THREADS": "1"}
 # A checkpoint at every step, so that there is one to kill after.
-OFTEN = "import pipeline.stages.train as t; t.CHECKPOINT_SECONDS = 0.0; t.main(t.run)"
+OFTEN = """
+import pipeline.stages.train as t, pipeline.stages.train_log as log
+log.CHECKPOINT_SECONDS, log.CHECKPOINT_SHARE = 0.0, 1e9
+t.main(t.run)
+"""
 
 
 @pytest.fixture(scope="module")

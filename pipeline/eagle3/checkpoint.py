@@ -48,7 +48,8 @@ def newest(directory: Path) -> State | None:
     return None
 
 
-def prune(directory: Path) -> None:
-    """Removes all but the newest two."""
-    for path in sorted(directory.glob("state-*.safetensors"))[:-KEEP]:
+def prune(directory: Path, step: int) -> None:
+    """Of the checkpoints up to `step` removes all but the newest two. A newer one is never touched: whoever went back
+    to an older state may want it yet."""
+    for path in sorted(p for p in directory.glob("state-*.safetensors") if p <= path_of(directory, step))[:-KEEP]:
         path.unlink()

@@ -31,9 +31,9 @@ def capture_rms(captures: Iterable[Tensor], size: int) -> Tensor:
     """Root mean square of each of the 3H capture dimensions over chunks [n, 3H]; 1 for a dimension never used."""
     total, count = torch.zeros(size, dtype=torch.float64), 0
     for chunk in captures:
-        total += chunk.double().square().sum(0)
+        total = total.to(chunk.device) + chunk.double().square().sum(0)
         count += len(chunk)
-    rms = (total / max(count, 1)).sqrt().float()
+    rms = (total / max(count, 1)).sqrt().float().cpu()
     return torch.where(rms > 1e-6, rms, torch.ones_like(rms))
 
 
@@ -44,16 +44,18 @@ def ridge_start(
     final_norm: Tensor,
     seed: int = 0,
 ) -> dict[str, Tensor]:
-    """The TRAINED tensors (see `ttt.py`), fp32. `batches`: each with the target's final normed hidden states [M, H] at
-    the batch's response tokens. embed [V, H]; final_norm [H] is the weight of the target's last norm."""
+    """The TRAINED tensors (see `ttt.py`), fp32, on the CPU. `batches`, on the device of embed [V, H]: each with the
+    target's final normed hidden states [M, H] at its response tokens. final_norm [H]: the weight of the target's last
+    norm."""
     h, size = config.hidden_size, config.capture_size
-    gram, moment, count = torch.zeros(size + h, size + h), torch.zeros(size + h, h), 0
+    device, count = embed.device, 0
+    gram, moment = torch.zeros(size + h, size + h, device=device), torch.zeros(size + h, h, device=device)
     for batch, last in batches:
         slots = batch.response - 1
         seen = F.embedding(batch.tokens[batch.response], embed)
         x = torch.cat((batch.captures[slots], unit_rms(seen, config.rms_norm_eps)), 1)  # [M, 4H]
         # Without the norm's weight: the drafter's own norm, which starts as a copy of the target's, applies it.
-        y = (last.float() / final_norm.float()).to(x.dtype)
+        y = (last.float() / final_norm.to(device).float()).to(x.dtype)
         gram += (x.t() @ x).float()
         moment += (x.t() @ y).float()
         count += len(x)
@@ -70,17 +72,17 @@ def ridge_start(
     # Reduced-rank regression: the directions in which this part of the prediction varies most.
     spread = from_embed @ gram[size:, size:] @ from_embed.t()
     main = torch.linalg.eigh(spread).eigenvectors[:, -rank:]  # [H, rank]
-    values = torch.zeros(config.num_key_value_heads * config.head_dim, h)
+    values = torch.zeros(config.num_key_value_heads * config.head_dim, h, device=device)
     values[:rank] = main.t() @ from_embed
     heads = F.pad(main, (0, len(values) - rank)).view(h, config.num_key_value_heads, 1, config.head_dim)
     output = (heads / per_group).expand(-1, -1, per_group, -1).reshape(h, -1)
 
     # Scores are q.k / sqrt(hd); x has RMS 1 in both halves, so |Px|^2 = 2H x variance x hd.
     deviation = math.sqrt(SHARPNESS / (2 * h * math.sqrt(config.head_dim)))
-    keys = torch.randn(config.num_key_value_heads * config.head_dim, 2 * h, generator=g) * deviation
+    keys = (torch.randn(config.num_key_value_heads * config.head_dim, 2 * h, generator=g) * deviation).to(device)
     queries = keys.view(-1, 1, config.head_dim, 2 * h).expand(-1, per_group, -1, -1).reshape(-1, 2 * h)
     gate_up = torch.randn(shapes["gate_up"], generator=g) / math.sqrt(h)
-    return {
+    made = {
         "fc": from_captures.contiguous(),
         "q_embed": queries[:, :h].contiguous(),
         "q_hidden": queries[:, h:].contiguous(),
@@ -91,6 +93,15 @@ def ridge_start(
         "down": torch.zeros(shapes["down"]),
         "norm": final_norm.float().clone(),
     }
+    return {name: tensor.cpu() for name, tensor in made.items()}
+
+
+def random_start(config: DraftConfig, final_norm: Tensor, seed: int = 0) -> dict[str, Tensor]:
+    """The TRAINED tensors as trainers usually start: normal, by the square root of what each output sums over."""
+    g = torch.Generator().manual_seed(seed)
+    shapes = trained_shapes(config)
+    made = {name: torch.randn(shape, generator=g) / math.sqrt(shape[-1]) for name, shape in shapes.items()}
+    return made | {"norm": final_norm.float().clone()}
 
 
 def unit_rms(x: Tensor, eps: float) -> Tensor:

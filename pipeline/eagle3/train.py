@@ -12,7 +12,7 @@ counts beforehand, from the loss masks, and works the same number of pieces: nob
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,10 +179,3 @@ def device_ops(config: DraftConfig, device: torch.device) -> Ops:
     # Made once: angles in a batch would be computed on the CPU and waited for.
     cos, sin = rope_table(config, torch.arange(config.max_position_embeddings + 64))
     return gpu_ops((cos.to(device), sin.to(device)))
-
-
-def skip(batches: Iterator[list[int]], count: int) -> Iterator[list[int]]:
-    """`batches` without its first `count`: where a resumed run takes up the data."""
-    for _ in range(count):
-        next(batches)
-    return batches

@@ -18,7 +18,7 @@ from pipeline.eagle3.ttt import trained_shapes
 @dataclass(frozen=True)
 class Trained:
     config: DraftConfig
-    weights: dict[str, Tensor]  # the names of `ttt.trained_shapes`
+    weights: dict[str, Tensor]  # the names of `ttt.trained_shapes`; "head" where it is not the target's
     capture_rms: Tensor  # [3H]: what captures were divided by
     vocab: Vocab
 
@@ -36,6 +36,7 @@ def read_trained(path: Path) -> Trained:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     rms, vocab = tensors.pop("capture_rms"), vocab_from_maps(tensors.pop("d2t"), tensors.pop("t2d"))
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if shapes != trained_shapes(config):
-        raise ValueError(f"{path} holds {shapes}, expected {trained_shapes(config)}")
+    expected = trained_shapes(config, head="head" in shapes)
+    if shapes != expected:
+        raise ValueError(f"{path} holds {shapes}, expected {expected}")
     return Trained(config, tensors, rms, vocab)

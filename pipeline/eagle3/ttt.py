@@ -58,8 +58,8 @@ def trained_shapes(config: DraftConfig, *, head: bool = False) -> dict[str, tupl
 
 
 def to_engine_layout(trained: dict[str, Tensor], capture_rms: Tensor) -> dict[str, Tensor]:
-    """Training's tensors -> the engines' names (without lm_head, d2t, t2d). Captures were divided by `capture_rms` [3H]
-    in training; engines do not do that, so `fc` does."""
+    """Training's tensors -> the engines' names (without d2t and t2d; with lm_head where it was trained). Captures were
+    divided by `capture_rms` [3H] in training; engines do not do that, so `fc` does."""
     h = trained["o"].shape[0]
     ones = torch.ones(h)
     k_embed, v_embed = trained["kv_embed"].chunk(2)
@@ -78,6 +78,27 @@ def to_engine_layout(trained: dict[str, Tensor], capture_rms: Tensor) -> dict[st
         "midlayer.mlp.up_proj.weight": up.clone(),
         "midlayer.mlp.down_proj.weight": trained["down"].clone(),
         "norm.weight": trained["norm"].clone(),
+        **({"lm_head.weight": trained["head"].clone()} if "head" in trained else {}),
+    }
+
+
+def from_engine_layout(engine: dict[str, Tensor], capture_rms: Tensor) -> dict[str, Tensor]:
+    """The way back, fp32, without the head. Norms directly before a linear layer become part of it: the same layer."""
+    t = {name.removeprefix("midlayer."): tensor.float() for name, tensor in engine.items()}
+    h = t["fc.weight"].shape[0]
+    embed, hidden = t["input_layernorm.weight"], t["hidden_norm.weight"]
+    q, k, v = (t[f"self_attn.{name}_proj.weight"] for name in "qkv")
+    gate_up = torch.cat((t["mlp.gate_proj.weight"], t["mlp.up_proj.weight"]))
+    return {
+        "fc": t["fc.weight"] * capture_rms,
+        "q_embed": q[:, :h] * embed,
+        "q_hidden": q[:, h:] * hidden,
+        "kv_embed": torch.cat((k[:, :h], v[:, :h])) * embed,
+        "kv_hidden": torch.cat((k[:, h:], v[:, h:])) * hidden,
+        "o": t["self_attn.o_proj.weight"].clone(),
+        "gate_up": gate_up * t["post_attention_layernorm.weight"],
+        "down": t["mlp.down_proj.weight"].clone(),
+        "norm": t["norm.weight"].clone(),
     }
 
 

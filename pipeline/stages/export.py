@@ -22,7 +22,7 @@ from pipeline.stages.protocol import Stage, main, write_bytes, write_json
 def run(stage: Stage) -> dict[str, Any]:
     trained = read_trained(stage.inputs["checkpoint"] / "trained.safetensors")
     head = borrow(stage.inputs["model"]).head[trained.vocab.target_ids]
-    weights = to_engine_layout(trained.weights, trained.capture_rms) | {"lm_head.weight": head}
+    weights = {"lm_head.weight": head} | to_engine_layout(trained.weights, trained.capture_rms)
     tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in weights.items()}
     tensors |= {"d2t": trained.vocab.d2t, "t2d": trained.vocab.t2d}
     check_tensors(trained.config, tensors)

@@ -107,6 +107,11 @@ class Stage:
     def refuse(self, id: str, text: str) -> NoReturn:
         raise Refused(id, text)
 
+    def failed(self, id: str, text: str) -> None:
+        """Say why the stage ends, where the one who finds out cannot raise (a watchdog)."""
+        self._emit("error", id=id, message=text)
+        log(f"{self.name}: [{id}] {text}")
+
     def _emit(self, kind: str, **fields: Any) -> None:
         if self.events is None:
             return
@@ -144,6 +149,29 @@ def main(run: Callable[[Stage], dict[str, Any]]) -> NoReturn:
     spec.setdefault("events", str(path.parent / "events.jsonl"))  # beside the spec: in the job's folder
     signal.signal(signal.SIGTERM, _terminate)
     sys.exit(execute(spec, run))
+
+
+def follow(run: Callable[[Stage], dict[str, Any]]) -> NoReturn:
+    """Entry point of the other processes of a stage that runs as several: the first one keeps the folder (`main`)."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--spec", type=Path, required=True)
+    path: Path = parser.parse_args().spec.absolute()
+    spec = json.loads(path.read_text())
+    spec.setdefault("events", str(path.parent / "events.jsonl"))
+    signal.signal(signal.SIGTERM, _terminate)
+
+    stage = Stage(spec)
+    try:
+        done = read_json(stage.out / "manifest.json")
+        if done is None or not done.get("complete"):
+            run(stage)
+    except Refused as refusal:
+        stage.failed(refusal.id, str(refusal))
+        sys.exit(REFUSED)
+    except Terminated:
+        # Also how the rest of a group is ended when one fails: that one has said why, and is to have the last word.
+        sys.exit(TERMINATED)
+    sys.exit(0)
 
 
 def execute(spec: dict[str, Any], run: Callable[[Stage], dict[str, Any]]) -> int:
