@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import signal
-import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 
-from pipeline.stages import client
 from tests.lab.engine import Engine, engine, free_port
 from tests.lab.stages import prompts_file, result_of, rows_of, run_stage, start_stage
 from tests.lab.tiny_model import make_tiny_model
@@ -99,121 +94,6 @@ def test_a_response_does_not_depend_on_the_order(server: Engine, tmp_path: Path)
 def test_no_server(tmp_path: Path) -> None:
     code, said = run_stage("generate", spec(tmp_path, f"http://127.0.0.1:{free_port()}", 3), tmp_path)
     assert code == 3 and "[server.unreachable]" in said and "Traceback" not in said
-
-
-# --- a server that misbehaves --------------------------------------------------------------------------------------
-
-Answer = Callable[[dict[str, Any]], Awaitable[web.Response]]
-
-
-@contextmanager
-def misbehaving(answer: Answer) -> Iterator[str]:
-    port = free_port()
-    loop = asyncio.new_event_loop()
-
-    async def chat(request: web.Request) -> web.Response:
-        return await answer(await request.json())
-
-    async def models(request: web.Request) -> web.Response:
-        return web.json_response({"data": []})
-
-    async def up() -> web.AppRunner:
-        app = web.Application()
-        app.add_routes([web.post("/v1/chat/completions", chat), web.get("/v1/models", models)])
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", port).start()
-        return runner
-
-    runner = loop.run_until_complete(up())
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
-
-
-def good(text: str = "Hello.") -> web.Response:
-    choice = {"message": {"content": text}, "finish_reason": "stop"}
-    return web.json_response({"choices": [choice], "usage": {"completion_tokens": 3}})
-
-
-def in_process(wanted: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> int:
-    from pipeline.stages import generate
-    from pipeline.stages.protocol import execute
-
-    monkeypatch.setattr(client, "FIRST_WAIT", 0.01)
-    return execute(wanted, generate.run)
-
-
-def test_passing_failures_are_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, int] = {}
-
-    async def answer(body: dict[str, Any]) -> web.Response:
-        text = body["messages"][0]["content"]
-        seen[text] = seen.get(text, 0) + 1
-        if seen[text] == 1:
-            return web.Response(status=503, text="busy")
-        if seen[text] == 2:
-            return web.Response(status=200, text="<html>not JSON")
-        return good()
-
-    with misbehaving(answer) as url:
-        wanted = spec(tmp_path, url, 5)
-        assert in_process(wanted, monkeypatch) == 0
-    assert set(seen.values()) == {3}
-    assert result_of(wanted)["rows"] == {"in": 5, "out": 5, "errors": 0, "skipped": 0}
-    assert result_of(wanted)["with_ids"] == 0
-
-
-def test_a_refused_prompt_is_an_error_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def answer(body: dict[str, Any]) -> web.Response:
-        if body["messages"][0]["content"] == "Say 2":
-            return web.json_response({"error": {"message": "too long"}}, status=400)
-        return good()
-
-    with misbehaving(answer) as url:
-        wanted = spec(tmp_path, url, 5)
-        assert in_process(wanted, monkeypatch) == 0
-    assert result_of(wanted)["rows"] == {"in": 5, "out": 4, "errors": 1, "skipped": 0}
-    (error,) = rows_of(tmp_path / "out" / "errors.jsonl")
-    assert error["id"] == "p002" and error["error"] == "HTTP 400: too long"
-
-
-def test_a_server_that_knows_no_token_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    strict = 0
-
-    async def answer(body: dict[str, Any]) -> web.Response:
-        nonlocal strict
-        if "return_token_ids" in body:
-            strict += 1
-            return web.json_response({"error": {"message": "Unrecognized argument: return_token_ids"}}, status=400)
-        return good()
-
-    with misbehaving(answer) as url:
-        wanted = spec(tmp_path, url, 5, concurrency=1)
-        assert in_process(wanted, monkeypatch) == 0
-    assert strict == 1 and result_of(wanted)["rows"]["out"] == 5
-
-
-def test_a_server_that_went_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    asked = 0
-
-    async def answer(body: dict[str, Any]) -> web.Response:
-        nonlocal asked
-        asked += 1
-        return good() if asked <= 3 else web.Response(status=503)
-
-    with misbehaving(answer) as url:
-        wanted = spec(tmp_path, url, 100)
-        assert in_process(wanted, monkeypatch) == 3
-    assert "[generate.server-gone]" in capsys.readouterr().out
-    assert len(rows_of(tmp_path / "out" / "rows.jsonl")) == 3, "what came is kept"
-    assert asked < 100, "and nobody asks on for hours"
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
