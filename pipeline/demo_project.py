@@ -132,7 +132,9 @@ def frozen_settings() -> str:
     for stage in ("prompts", "generate", "tokenize", "mix", "vocab", "hidden", "train", "predict", "bench"):
         lines.append(f"[pipeline.{stage}]")
         table = getattr(Pipeline(host="", env="", workdir=""), stage)
-        lines += [f"{key} = {json.dumps(value)}" for key, value in asdict(table).items()]
+        # What is nothing by default is left out, so that a person may add [[pipeline.generate.endpoints]] below.
+        settings = {key: value for key, value in asdict(table).items() if value not in (None, [], {})}
+        lines += [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
     return "\n".join(lines)
 
 

@@ -104,10 +104,32 @@ EXPLAIN: dict[str, str] = {
     "prompts.held": "More prompts are to be held out than the model is to write.",
     "prompts.refused": "Self-written prompts need a server that completes raw text (/generate); this one does not.",
     "prompts.server-gone": "The server stopped answering. What it wrote is kept; start the stage again.",
+    "pipeline.key-elsewhere": "A key is read on the host where the stage runs and never travels. Put it there, and "
+    "say so under [secrets].",
+    "pipeline.no-profile": "Prompts that the target writes itself are sampled from raw text, which an endpoint of "
+    "others does not offer: a server of our own has to be there.",
     "generate.ids": "Two prompts have the same id, so a resumed run could not tell them apart.",
-    "generate.nothing": "The server refused every prompt; the message has its first answer.",
+    "generate.nothing": "No prompt got a response; the message has a server's words. The commonest reason is the "
+    "name of the model at that endpoint.",
     "generate.errors": "Some prompts got no response; errors.jsonl beside the rows has each with its reason.",
-    "generate.server-gone": "The server stopped answering. Responses so far are kept; start the stage again.",
+    "generate.server-gone": "No server has answered for half an hour. Responses so far are kept; start the stage "
+    "again, with other endpoints if you like: where an answer came from does not matter to the folder.",
+    "generate.endpoint": "One of several servers does not answer; the others do its work until it comes back.",
+    "generate.endpoint-twice": "Endpoints are told apart by their names in every row and figure; the profile has one "
+    "too.",
+    "generate.no-endpoint": "There is nobody to ask: name a profile, or give [[pipeline.generate.endpoints]].",
+    "generate.denied": "Every server refuses the key, or the credit is used up. What was answered is kept.",
+    "generate.key": "The key of an endpoint could not be read where [secrets] says it is, on the pipeline's host.",
+    "generate.no-price": "With max_cost every endpoint needs a price: what is not known is not free.",
+    "generate.estimate": "At what is known by now (the token budget, or the mean of the first 200 responses) the "
+    "stage would cost more than max_cost. Nothing is lost: raise the cap or set a token budget, and start again.",
+    "generate.max-cost": "Another request could pass max_cost, so none was sent. What was answered is kept; raise "
+    "the cap and start again.",
+    "generate.no-reasoning": "The target thinks before it answers, tokens were spent, and the answers hold no "
+    "reasoning: the server lacks its reasoning parser, or calls the field by a name of its own. A drafter trained on "
+    "such rows never sees half of what the target says.",
+    "generate.unfinished": "Responses hit max_tokens before they ended. Many of them teach the drafter text without "
+    "ends: raise pipeline.generate.max_tokens. max_unfinished says how many are too many.",
     "load.empty": "The prompts file is empty.",
     "load.nothing": "No request of the measurement was answered.",
     "load.errors": "Some requests of the measurement failed; a round with failures is not compared.",

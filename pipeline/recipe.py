@@ -13,6 +13,9 @@ from msgspec.structs import asdict
 
 from state.errors import USAGE, RigbookError
 from state.project import Pipeline, Project
+from state.tables import EndpointTable
+
+SELF_WRITTEN_AT_ONCE = 64  # prompts are short, and their number at once is not searched for
 
 
 @dataclass(frozen=True)
@@ -25,33 +28,64 @@ class StageDef:
     inputs: dict[str, tuple[str, str]] = field(default_factory=dict)
     model: bool = False  # reads the target model, as input "model"
     settings: Callable[[Project], dict[str, Any]] = lambda project: {}
-    server: Callable[[Pipeline], str] | None = None  # the profile that must answer while it runs
+    server: Callable[[Pipeline], str | None] | None = None  # the profile that must answer while it runs
     transient: tuple[str, ...] = ()  # settings that say where or how fast: changing them keeps what is done
 
 
 def _base_url(project: Project) -> str:
-    pipeline = pipeline_of(project)
-    return f"http://127.0.0.1:{project.profile(pipeline.generate.profile).port}"
+    """Where the project's own server answers; "" where it has none of its own."""
+    profile = pipeline_of(project).generate.profile
+    return f"http://127.0.0.1:{project.profile(profile).port}" if profile else ""
 
 
 def _prompts(project: Project) -> dict[str, Any]:
     p = pipeline_of(project)
+    if p.prompts.self_written and not p.generate.profile:
+        raise RigbookError(
+            "pipeline.no-profile",
+            "prompts that the target writes itself need a server of our own, and pipeline.generate.profile is empty",
+            hint="name a profile, or set pipeline.prompts.self_written = 0",
+            exit_code=USAGE,
+        )
     return {
         **asdict(p.prompts),
         "base_url": _base_url(project),
-        "concurrency": p.generate.concurrency,
+        "concurrency": p.generate.concurrency or SELF_WRITTEN_AT_ONCE,
     }
 
 
 def _generate(project: Project) -> dict[str, Any]:
-    p = pipeline_of(project)
-    settings = {key: value for key, value in asdict(p.generate).items() if key != "profile"}
-    return {**settings, "base_url": _base_url(project)}
+    table = pipeline_of(project).generate
+    endpoints = [_endpoint(project, endpoint) for endpoint in table.endpoints]
+    return {**asdict(table), "base_url": _base_url(project), "endpoints": endpoints}
+
+
+def _endpoint(project: Project, endpoint: EndpointTable) -> dict[str, Any]:
+    """Where the stage finds the key, in place of the secret's name. Raises RigbookError `pipeline.key-elsewhere`."""
+    told = asdict(endpoint)
+    if endpoint.key is not None:
+        secret, host = project.secrets[endpoint.key], pipeline_of(project).host
+        if secret.host != host:
+            raise RigbookError(
+                "pipeline.key-elsewhere",
+                f"the key of endpoint {endpoint.name!r} is on {secret.host}, and the stage runs on {host}",
+                hint=f"secrets never travel: put it on {host} and say so under [secrets]",
+                exit_code=USAGE,
+            )
+        told["key"] = {"file": secret.file} if secret.file is not None else {"env": secret.env}
+    return told
 
 
 def _held(project: Project) -> dict[str, Any]:
     p = pipeline_of(project)
-    return {**_generate(project), "temperature": 0.0, "max_tokens": p.bench.max_tokens}
+    # A measure: every prompt of it, however the answers end.
+    return {
+        **_generate(project),
+        "temperature": 0.0,
+        "max_tokens": p.bench.max_tokens,
+        "token_budget": 0,
+        "max_unfinished": 1.0,
+    }
 
 
 def _only(name: str) -> Callable[[Project], dict[str, Any]]:
@@ -62,12 +96,13 @@ def _only(name: str) -> Callable[[Project], dict[str, Any]]:
     return settings
 
 
-def _answers(pipeline: Pipeline) -> str:
-    return pipeline.generate.profile
+def _answers(pipeline: Pipeline) -> str | None:
+    return pipeline.generate.profile or None
 
 
-# What the model is decides what a row is; which server answered, and how fast, does not.
+# What the model is decides what a row is; which server answered, how fast and for how much, does not.
 WHERE = ("base_url", "concurrency")
+ANSWERED = (*WHERE, "profile", "endpoints", "max_cost", "max_unfinished")
 
 STAGES: tuple[StageDef, ...] = (
     StageDef(
@@ -84,27 +119,30 @@ STAGES: tuple[StageDef, ...] = (
         "generate",
         "the target's own responses",
         {"prompts": ("prompts", "train.jsonl")},
+        model=True,
         settings=_generate,
         server=_answers,
-        transient=WHERE,
+        transient=ANSWERED,
     ),
     StageDef(
         "held_self",
         "generate",
         "greedy responses to held-out prompts that the model wrote",
         {"prompts": ("prompts", "held_self.jsonl")},
+        model=True,
         settings=_held,
         server=_answers,
-        transient=WHERE,
+        transient=ANSWERED,
     ),
     StageDef(
         "held_people",
         "generate",
         "greedy responses to held-out prompts that people wrote",
         {"prompts": ("prompts", "held_people.jsonl")},
+        model=True,
         settings=_held,
         server=_answers,
-        transient=WHERE,
+        transient=ANSWERED,
     ),
     StageDef(
         "tokenize",

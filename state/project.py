@@ -192,7 +192,7 @@ class _Origin:
     def problem(self, error: dict[str, Any]) -> tuple[int, str]:
         """One pydantic error as (line, "key: what is wrong")."""
         path = tuple(error["loc"])
-        key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+        key = _dotted(path)
         kind = error["type"]
         if kind == "extra_forbidden":
             from state.config_help import keys_at
@@ -287,6 +287,7 @@ _REFERENCES = (
     (("pipeline", "host"), "hosts", "host"),
     (("pipeline", "env"), "envs", "env"),
     (("pipeline", "generate", "profile"), "profiles", "profile"),
+    (("pipeline", "generate", "endpoints", "*", "key"), "secrets", "secret"),
     (("actions", "*", "host"), "hosts", "host"),
     (("secrets", "*", "host"), "hosts", "host"),
 )
@@ -298,6 +299,8 @@ def _dangling(raw: dict[str, Any], origin: _Origin) -> list[tuple[int, str]]:
     for pattern, table, what in _REFERENCES:
         known = raw.get(table)
         for path, value in _matches(raw, pattern):
+            if path == ("pipeline", "generate", "profile") and value == "":
+                continue  # no server of our own
             if isinstance(value, str) and value not in (known if isinstance(known, dict) else {}):
                 problems.append(_unknown_reference(path, value, known if isinstance(known, dict) else {}, what, origin))
     hosts = raw.get("hosts")
@@ -326,9 +329,14 @@ def _no_way(host: dict[str, Any]) -> str:
     return ""
 
 
-def _matches(raw: Any, pattern: tuple[str, ...], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _matches(
+    raw: Any, pattern: tuple[str, ...], path: tuple[str | int, ...] = ()
+) -> Iterator[tuple[tuple[str | int, ...], Any]]:
     if not pattern:
         yield path, raw
+    elif isinstance(raw, list) and pattern[0] == "*":
+        for number, item in enumerate(raw):
+            yield from _matches(item, pattern[1:], (*path, number))
     elif isinstance(raw, dict):
         names = list(raw) if pattern[0] == "*" else [pattern[0]] if pattern[0] in raw else []
         for name in names:
@@ -336,8 +344,12 @@ def _matches(raw: Any, pattern: tuple[str, ...], path: tuple[str, ...] = ()) -> 
 
 
 def _unknown_reference(
-    path: tuple[str, ...], value: str, known: dict[str, Any], what: str, origin: _Origin
+    path: tuple[str | int, ...], value: str, known: dict[str, Any], what: str, origin: _Origin
 ) -> tuple[int, str]:
     near = difflib.get_close_matches(value, known, 1)
     advice = f"did you mean {near[0]!r}?" if near else f"there is {', '.join(known) or 'none'}"
-    return origin.line(path), f"{'.'.join(path)}: no {what} named {value!r}; {advice}"
+    return origin.line(path), f"{_dotted(path)}: no {what} named {value!r}; {advice}"
+
+
+def _dotted(path: Iterable[str | int]) -> str:
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta, Struct, field
 
@@ -113,11 +113,57 @@ class PromptsTable(Table, frozen=True, kw_only=True):
     seed: Annotated[int, Meta(description="random seed")] = 0
 
 
+class EndpointTable(Table, frozen=True, kw_only=True):
+    name: Annotated[str, Meta(description="what it is called in rows, progress and results", min_length=1)]
+    base_url: Annotated[str, Meta(description="where it answers, e.g. https://openrouter.ai/api/v1")]
+    model: Annotated[str, Meta(description="the target's name there")] = "default"
+    key: Annotated[str | None, Meta(description="the [secrets] entry with its key, on the pipeline's host")] = None
+    headers: Annotated[dict[str, str], Meta(description="further HTTP headers; never a key")] = {}
+    body: Annotated[
+        dict[str, Any], Meta(description="further fields of requests to it, e.g. provider = { order = [...] }")
+    ] = {}
+    price_in: Annotated[
+        Annotated[float, Meta(ge=0)] | None, Meta(description="dollars per million prompt tokens; 0: free")
+    ] = None
+    price_out: Annotated[
+        Annotated[float, Meta(ge=0)] | None, Meta(description="dollars per million response tokens; 0: free")
+    ] = None
+    concurrency: Annotated[int, Meta(description="requests in flight at most; 0: find its limit", ge=0)] = 0
+    stream: Annotated[bool, Meta(description="stream answers: proxies cut connections that are silent for long")] = True
+
+    def __post_init__(self) -> None:
+        scheme, _, rest = self.base_url.partition("://")
+        if scheme not in ("http", "https") or not rest:
+            raise ValueError(f"base_url must begin with http:// or https://, not {self.base_url!r}")
+        if "@" in rest.partition("/")[0] or "?" in rest:
+            raise ValueError("base_url must hold no credentials and no query: say where the key is with `key`")
+        if any(name.lower() in ("authorization", "x-api-key", "api-key", "cookie") for name in self.headers):
+            raise ValueError("headers must hold no key: say where it is with `key`")
+
+
 class GenerateTable(Table, frozen=True, kw_only=True):
-    profile: Annotated[str, Meta(description="the server profile that answers")] = "baseline"
+    profile: Annotated[
+        str, Meta(description='the server profile that answers; "": none of our own, only the endpoints')
+    ] = "baseline"
     max_tokens: Annotated[int, Meta(description="longest response, tokens", ge=1)] = 160
     temperature: Annotated[float, Meta(description="sampling temperature of responses", ge=0)] = 0.7
-    concurrency: Annotated[int, Meta(description="requests in flight", ge=1)] = 64
+    concurrency: Annotated[int, Meta(description="requests in flight at the profile; 0: find its limit", ge=0)] = 64
+    seed: Annotated[int, Meta(description="random seed; each row has its own from it")] = 0
+    extra: Annotated[
+        dict[str, Any], Meta(description="further fields of every request: top_p, chat_template_kwargs")
+    ] = {}
+    token_budget: Annotated[int, Meta(description="response tokens in all; 0: every prompt is answered", ge=0)] = 0
+    reasoning: Annotated[
+        Literal["auto", "yes", "no"],
+        Meta(description="does the target think first? auto: its chat template says; missing thoughts stop the stage"),
+    ] = "auto"
+    max_unfinished: Annotated[
+        float, Meta(description="share of responses that may end at max_tokens; more stop the stage", ge=0, le=1)
+    ] = 1.0
+    max_cost: Annotated[
+        Annotated[float, Meta(ge=0)] | None, Meta(description="dollars that the stage may cost; left out: no cap")
+    ] = None
+    endpoints: Annotated[list[EndpointTable], Meta(description="more servers of the same target")] = []
 
 
 class TokenizeTable(Table, frozen=True, kw_only=True):

@@ -49,6 +49,69 @@ def test_where_it_runs_is_not_what_it_is(project: Project, tmp_path: Path) -> No
     assert lasting(spec(project, stage)) != lasting(spec(warmer, stage))
 
 
+ENDPOINT = """
+[secrets]
+openrouter = { file = "/root/.or-key", host = "llm" }
+[[pipeline.generate.endpoints]]
+name = "openrouter"
+base_url = "https://openrouter.ai/api/v1"
+model = "moonshotai/kimi-k2.5"
+key = "openrouter"
+body = { provider = { order = ["moonshotai"], allow_fallbacks = false } }
+price-in = 0.6
+price-out = 2.5
+"""
+
+
+def test_an_endpoint_is_told_where_its_key_is_and_not_the_key(tmp_path: Path) -> None:
+    from pipeline.stages.protocol import lasting
+
+    text = project_file(tmp_path, {"baseline": 4001, "eagle3": 4002})
+    plain, more = loads(text, tmp_path), loads(text + ENDPOINT, tmp_path)
+    old, new = (spec(project, BY_NAME["generate"]) for project in (plain, more))
+    (endpoint,) = new["settings"]["endpoints"]
+    assert endpoint["key"] == {"file": "/root/.or-key"} and endpoint["stream"] is True
+    assert endpoint["body"] == {"provider": {"order": ["moonshotai"], "allow_fallbacks": False}}
+    assert (endpoint["price_in"], endpoint["price_out"]) == (0.6, 2.5)
+    assert lasting(old) == lasting(new), "who answers does not change what is answered"
+    json.dumps(new)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('key = "openrouter"', 'key = "openruter"', "did you mean 'openrouter'?"),
+        ("https://openrouter.ai", "https://me:secret@openrouter.ai", "credentials"),
+        ("https://", "", "http"),
+        ("price-in = 0.6", 'headers = { Authorization = "Bearer x" }', "key"),
+        ("price-in = 0.6", "price-in = -1", "price_in"),
+        ('name = "openrouter"', "", "missing"),
+    ],
+)
+def test_an_endpoint_that_cannot_be_is_named(tmp_path: Path, old: str, new: str, said: str) -> None:
+    text = project_file(tmp_path, {"baseline": 4001, "eagle3": 4002}) + ENDPOINT.replace(old, new, 1)
+    with pytest.raises(RigbookError, match=re.escape(said)) as caught:
+        loads(text, tmp_path)
+    assert caught.value.exit_code == 2 and "generate.endpoints[0]" in str(caught.value)
+
+
+def test_a_key_on_another_host_does_not_travel(tmp_path: Path) -> None:
+    text = project_file(tmp_path, {"baseline": 4001, "eagle3": 4002}) + ENDPOINT.replace('host = "llm"', 'host = "pve"')
+    with pytest.raises(RigbookError) as caught:
+        spec(loads(text, tmp_path), BY_NAME["generate"])
+    assert caught.value.id == "pipeline.key-elsewhere"
+
+
+def test_without_a_server_of_our_own(tmp_path: Path) -> None:
+    text = project_file(tmp_path, {"baseline": 4001, "eagle3": 4002}) + ENDPOINT
+    bare = loads(text.replace('profile = "baseline"', 'profile = ""'), tmp_path)
+    generate = BY_NAME["generate"]
+    assert generate.server and generate.server(bare.pipeline) is None  # type: ignore[arg-type]
+    assert spec(bare, generate)["settings"]["base_url"] == ""
+    with pytest.raises(RigbookError, match="a server of our own"):
+        spec(bare, BY_NAME["prompts"])
+
+
 @pytest.mark.parametrize(
     ("names", "from_", "until", "expected"),
     [

@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ class Appended:
         self.path, self.seen = path, seen
         self.done: set[str] = set()
         self._waiting: list[dict[str, Any]] = []
+        self._group: tuple[list[dict[str, Any]], Future[None]] | None = None  # being written, nobody told yet
+        self._thread = ThreadPoolExecutor(1)
         self._news = asyncio.Event()
         self._read()
         self._file = path.open("ab", buffering=0)
@@ -70,17 +73,24 @@ class Appended:
             self._news.clear()
             rows, self._waiting = self._waiting, []
             # In a thread, so that answers are read while the disk works; shielded, so that a group is whole.
-            await asyncio.shield(asyncio.to_thread(self._write, rows))
+            self._group = rows, self._thread.submit(self._write, rows)
+            await asyncio.shield(asyncio.wrap_future(self._group[1]))
+            self._group = None
             self._told(rows)
 
     def close(self) -> None:
-        """Write what still waits. After the event loop: a group that is being written has been written by then."""
+        """Write what still waits, and tell of what was written when `keep` was cancelled. Raises as the disk does."""
+        group, self._group = self._group, None
         rows, self._waiting = self._waiting, []
         try:
+            if group is not None:
+                group[1].result()
+                self._told(group[0])
             if rows:
                 self._write(rows)
                 self._told(rows)
         finally:
+            self._thread.shutdown()
             self._file.close()
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
