@@ -7,6 +7,13 @@ EXPLAIN: dict[str, str] = {
     "estimate.assume": "--assume NAME=NUMBER says what no run has measured yet: tokens (of all training rows, prompts "
     "included), price (of the machine, an hour), or a stage's tokens a second.",
     "estimate.config": "The target's config.json, from which sizes are computed, cannot be read.",
+    "prompts.source": "A source of prompts is not there, holds nothing usable, or its form cannot be told: name a file "
+    "or folder on the pipeline's host and, where its name does not tell, its `format`.",
+    "prompts.source-name": "Sources need names of their own; self, seed and people are taken.",
+    "prompts.pyarrow": "Parquet and Arrow files are read with pyarrow, which has to be in the pipeline's env.",
+    "prompts.none": "No prompt was written, shipped or read, and no row came with an answer.",
+    "prompts.quarantine": "Rows of a source that cannot be used are set aside in quarantine.jsonl, each with its file, "
+    "number and reason; the others go on.",
     "audit.env": "`run audit --draft` needs a Python with torch and safetensors on the host where the drafter is: an "
     "env of rigbook.toml.",
     "run.audit": "`rigbook run audit --draft DIR` looks at any drafter's directory; --against OTHER compares it with "

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import to_builtins
 from msgspec.structs import asdict
 
 from state.errors import USAGE, RigbookError
@@ -48,7 +49,7 @@ def _prompts(project: Project) -> dict[str, Any]:
             exit_code=USAGE,
         )
     return {
-        **asdict(p.prompts),
+        **to_builtins(p.prompts),
         "base_url": _base_url(project),
         "concurrency": p.generate.concurrency or SELF_WRITTEN_AT_ONCE,
     }
@@ -148,7 +149,11 @@ STAGES: tuple[StageDef, ...] = (
         "tokenize",
         "tokenize",
         "token ids and loss mask",
-        {"rows": ("generate", "rows.jsonl")},
+        {
+            "rows": ("generate", "rows.jsonl"),
+            "ready": ("prompts", "ready.jsonl"),
+            "tokenized": ("prompts", "tokenized.jsonl"),
+        },
         model=True,
         settings=_only("tokenize"),
     ),

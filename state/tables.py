@@ -103,7 +103,23 @@ class Profile(Table, frozen=True, kw_only=True):
     speculative: Annotated[Speculative | None, Meta(description="speculative decoding; left out: none")] = None
 
 
+class Source(Table, frozen=True, kw_only=True):
+    name: Annotated[str, Meta(description="what its rows are called", min_length=1)]
+    path: Annotated[str, Meta(description="a file or folder on the pipeline's host")]
+    format: Annotated[
+        Literal["auto", "jsonl", "json", "parquet", "dataset", "text", "paragraphs"],
+        Meta(description="what is in it; auto: by the names of its files"),
+    ] = "auto"
+    rows: Annotated[int, Meta(description="at most so many rows of it, chosen by the seed; 0: all", ge=0)] = 0
+    tokens: Annotated[int, Meta(description="response tokens to train on from it; 0: no limit", ge=0)] = 0
+    held: Annotated[int, Meta(description="prompts of it that are held out for measuring", ge=0)] = 0
+    own_answers: Annotated[
+        bool, Meta(description="its last answers are the target's own: they are kept, not asked for anew")
+    ] = False
+
+
 class PromptsTable(Table, frozen=True, kw_only=True):
+    sources: Annotated[list[Source], Meta(description="files and data sets with prompts")] = []
     seeds: Annotated[bool, Meta(description="use the prompts that ship with rigbook")] = True
     self_written: Annotated[int, Meta(description="prompts that the target writes itself", ge=0)] = 400
     held_self: Annotated[int, Meta(description="of those, held out for measuring", ge=1)] = 24

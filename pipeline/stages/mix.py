@@ -37,9 +37,11 @@ def run(stage: Stage) -> dict[str, Any]:
     seen: set[tuple[int, ...]] = set()
     for done, row in enumerate(rows, 1):
         reason = None
-        if fingerprint(row["texts"][:-1]) in prompts:
+        # A row that came as ids has no texts: its ids are looked through as they are.
+        pieces = [chat.encode(text) for text in row["texts"]] or [row["input_ids"]]
+        if row["texts"] and fingerprint(row["texts"][:-1]) in prompts:
             reason = "held-out prompt"
-        elif any(gram in grams for text in row["texts"] for gram in ngrams(chat.encode(text))):
+        elif any(gram in grams for ids in pieces for gram in ngrams(ids)):
             reason = f"shares {N} tokens with a held-out row"
         elif tuple(row["input_ids"]) in seen:
             reason = "repeats another row"

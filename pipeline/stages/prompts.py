@@ -6,9 +6,13 @@ project.
 
 inputs    model (the target's directory: its template and tokenizer)
 settings  base_url, concurrency, self_written, held_self (of those), held_people, seeds (use the shipped training
-          prompts), temperature, max_tokens, seed
+          prompts), temperature, max_tokens, seed; sources: see `take`, and `pipeline.stages.sources`
 output    train.jsonl, held_self.jsonl, held_people.jsonl   {"id", "source", "messages"}
-          raw.jsonl                                         every text that the model wrote, with why it was left out
+          ready.jsonl       rows with a response of the target's own: they skip *generate*
+          tokenized.jsonl   rows with input_ids and loss_mask: they skip *tokenize*, too
+          budgets.json      {source: response tokens that *generate* may still make for it}
+          raw.jsonl         every text that the model wrote, with why it was left out
+          quarantine.jsonl  rows of sources that cannot be used: {"source", "file", "row", "reason"}
 No training prompt shares 13 consecutive tokens with a held-out one.
 """
 
@@ -17,17 +21,22 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pipeline.eagle3.chat import Chat
+from pipeline.eagle3.frozen import target_config
 from pipeline.stages.client import Client, Rejected, Unreachable, connect, each, run_async
 from pipeline.stages.generate import seed_of
-from pipeline.stages.protocol import JsonlAppender, Stage, main, write_jsonl
+from pipeline.stages.protocol import JsonlAppender, Stage, main, write_json, write_jsonl
 from pipeline.stages.shipped_prompts import HELD_OUT, SEEDS
+from pipeline.stages.sources import Item, choose, items
 
 N = 13
 ATTEMPTS_PER_PROMPT = 4  # texts sampled, at most, for each one wanted
 MARK = "\x1frigbook\x1f"
+SHORTEST_ANSWER = 16  # response tokens: of a source with a token budget no more prompts are taken than could be needed
 
 
 def run(stage: Stage) -> dict[str, Any]:
@@ -37,6 +46,8 @@ def run(stage: Stage) -> dict[str, Any]:
     if held_count >= wanted > 0:
         stage.refuse("prompts.held", f"held_self ({held_count}) must be smaller than self_written ({wanted})")
     people = [row("people", i, text) for i, text in enumerate(HELD_OUT[: int(settings["held_people"])])]
+    taken = take_all(stage, chat)
+    people += taken.held
     seeds = [row("seed", i, text) for i, text in enumerate(SEEDS)] if settings.get("seeds", True) else []
     raw = JsonlAppender(stage.out / "raw.jsonl")
     try:
@@ -51,21 +62,122 @@ def run(stage: Stage) -> dict[str, Any]:
     ordered = sorted(written, key=lambda r: hashlib.sha256(r["messages"][0]["content"].encode()).digest())
     held, rest = ordered[:held_count], ordered[held_count:]
     grams = {gram for r in (*held, *people) for gram in ngrams(chat, r)}
-    kept = [r for r in (*seeds, *rest) if not any(gram in grams for gram in ngrams(chat, r))]
-    for name, rows in (("train", kept), ("held_self", held), ("held_people", people)):
-        rows.sort(key=lambda r: str(r["id"]))
+
+    def clean(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [r for r in rows if not any(gram in grams for gram in ngrams(chat, r))]
+
+    kept, ready = clean([*seeds, *rest, *taken.prompts]), clean(taken.ready)
+    if not kept and not ready and not taken.tokenized:
+        stage.refuse("prompts.none", "there is nothing to train on: no prompt was written, shipped or read")
+    written_rows = {"train": kept, "held_self": held, "held_people": people, "ready": ready}
+    for name, rows in (written_rows | {"tokenized": taken.tokenized, "quarantine": taken.quarantine}).items():
+        rows.sort(key=lambda r: str(r.get("id", "")))
         write_jsonl(stage.out / f"{name}.jsonl", rows)
         stage.artifact(name, stage.out / f"{name}.jsonl", rows=len(rows))
+    write_json(stage.out / "budgets.json", taken.budgets)
+    stage.artifact("budgets", stage.out / "budgets.json")
     stage.artifact("raw", stage.out / "raw.jsonl")
-    out = len(kept) + len(held) + len(people)
-    everything = len(raw.rows) + len(seeds) + len(people)
+    out = len(kept) + len(held) + len(people) + len(ready) + len(taken.tokenized)
+    everything = len(raw.rows) + len(seeds) + len(people) - len(taken.held) + taken.read
+    errors = len(taken.quarantine)
+    overlap = len(seeds) + len(rest) + len(taken.prompts) - len(kept) + len(taken.ready) - len(ready)
     return {
-        "rows": {"in": everything, "out": out, "errors": 0, "skipped": everything - out},
+        "rows": {"in": everything, "out": out, "errors": errors, "skipped": everything - out - errors},
         "train": len(kept),
+        "ready": len(ready),
+        "tokenized": len(taken.tokenized),
+        "sources": taken.counts,
         "held_self": len(held),
         "held_people": len(people),
-        "left_out": reasons | {"overlap": len(seeds) + len(rest) - len(kept)},
+        "left_out": reasons | {"overlap": overlap},
     }
+
+
+@dataclass
+class Taken:
+    """What the sources gave."""
+
+    prompts: list[dict[str, Any]] = field(default_factory=list)
+    ready: list[dict[str, Any]] = field(default_factory=list)
+    tokenized: list[dict[str, Any]] = field(default_factory=list)
+    held: list[dict[str, Any]] = field(default_factory=list)
+    quarantine: list[dict[str, Any]] = field(default_factory=list)
+    budgets: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, dict[str, int]] = field(default_factory=dict)
+    read: int = 0
+
+
+def take_all(stage: Stage, chat: Chat) -> Taken:
+    """The rows of every source that the settings name."""
+    taken = Taken()
+    vocab_size = int(target_config(stage.inputs["model"])["vocab_size"])
+    sources = list(stage.settings.get("sources") or [])
+    names = [str(source["name"]) for source in sources]
+    if twice := {name for name in names if names.count(name) > 1 or name in ("self", "seed", "people")}:
+        stage.refuse("prompts.source-name", f"two sources would be called {', '.join(sorted(twice))}")
+    for source in sources:
+        take(stage, chat, source, vocab_size, taken)
+    return taken
+
+
+def take(stage: Stage, chat: Chat, source: dict[str, Any], vocab_size: int, taken: Taken) -> None:
+    """One source: name, path, format; rows (at most so many, chosen by digest; 0: all), tokens (response tokens to
+    train on from it; 0: no limit), held (so many of its prompts are for measuring), own_answers."""
+    name, budget = str(source["name"]), int(source.get("tokens", 0))
+    bad = 0
+
+    def usable() -> Iterator[tuple[int, Item]]:
+        nonlocal bad
+        form, own = str(source.get("format", "auto")), bool(source.get("own_answers", False))
+        for number, (place, found) in enumerate(items(Path(str(source["path"])), form, own, vocab_size), 1):
+            taken.read += 1
+            if isinstance(found, Item):
+                yield number, found
+            else:
+                bad += 1
+                reason = {"source": name, "file": place.file, "row": place.number, "reason": str(found)}
+                taken.quarantine.append(reason)
+            if number % 1000 == 0:
+                stage.progress(number, number, f"{name} rows read")
+
+    limit = int(source.get("rows", 0)) or (budget // SHORTEST_ANSWER if budget else 0)
+    chosen = choose(usable(), limit, f"{stage.settings.get('seed', 0)}:{name}")
+    rows = [(found.kind, {"id": f"{name}-{number:07d}", "source": name, **found.fields}) for number, found in chosen]
+    prompts = [row for kind, row in rows if kind == "prompt"]
+    by_digest = sorted(prompts, key=lambda r: hashlib.sha256(str(r["messages"]).encode()).digest())
+    held = by_digest[: int(source.get("held", 0))]
+    apart = {row["id"] for row in held}
+    tokens, kept = 0, {"prompt": taken.prompts, "ready": taken.ready, "tokenized": taken.tokenized}
+    counts = dict.fromkeys(("prompt", "ready", "tokenized"), 0)
+    for kind, row in rows:
+        if row["id"] in apart or (budget and tokens >= budget):
+            continue
+        tokens += (
+            sum(row["loss_mask"]) if kind == "tokenized" else _response_tokens(chat, row) if kind == "ready" else 0
+        )
+        kept[kind].append(row)
+        counts[kind] += 1
+    taken.held += held
+    if budget:
+        taken.budgets[name] = max(0, budget - tokens)
+    taken.counts[name] = {**counts, "held": len(held), "bad": bad, "response_tokens": tokens}
+    if not rows:
+        stage.refuse("prompts.source", f"the source {name} has no usable row ({bad} were set aside: quarantine.jsonl)")
+    if len(held) < int(source.get("held", 0)):
+        stage.warn(
+            "prompts.held", f"the source {name} has {len(held)} prompts to hold out, {source['held']} were wanted"
+        )
+    if bad:
+        last = taken.quarantine[-1]
+        stage.warn(
+            "prompts.quarantine",
+            f"{bad} rows of {name} cannot be used, see quarantine.jsonl; the last: {last['file']} row {last['row']}: "
+            f"{last['reason']}",
+        )
+
+
+def _response_tokens(chat: Chat, row: dict[str, Any]) -> int:
+    return len(row["output_ids"]) if row.get("output_ids") else len(chat.encode(row["response"]))
 
 
 async def _write(
@@ -164,8 +276,9 @@ def row(source: str, i: int, text: str) -> dict[str, Any]:
 
 
 def ngrams(chat: Chat, prompt: dict[str, Any]) -> Iterator[tuple[int, ...]]:
-    ids = chat.encode(prompt["messages"][0]["content"])
-    return (tuple(ids[i : i + N]) for i in range(len(ids) - N + 1))
+    for message in prompt["messages"]:
+        ids = chat.encode(message["content"])
+        yield from (tuple(ids[i : i + N]) for i in range(len(ids) - N + 1))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Responses -> token ids and loss mask.
 
-inputs    rows (rows.jsonl of `generate`), model
+inputs    rows (rows.jsonl of `generate`), model; optional: ready and tokenized (of `prompts`)
 settings  max_len: longer rows are cut there
 output    rows.jsonl: {"id", "source", "texts", "input_ids", "loss_mask"}; mask 1 = response token, the end token too
           errors.jsonl: rows set aside, with the reason; samples.txt: some rows with the masked span marked, to look at
@@ -39,10 +39,12 @@ def run(stage: Stage) -> dict[str, Any]:
     errors: list[dict[str, Any]] = []
     empty, cut = 0, 0
     finished: Counter[str] = Counter()
-    source = list(read_jsonl(stage.inputs["rows"]))
+    source = [
+        row for name in ("rows", "ready", "tokenized") if name in stage.inputs for row in read_jsonl(stage.inputs[name])
+    ]
     for done, row in enumerate(source, 1):
         try:
-            made = tokenize_row(chat, row, ends)
+            made = as_it_came(row) if "input_ids" in row else tokenize_row(chat, row, ends)
         except Unusable as reason:
             errors.append({"id": row["id"], "reason": str(reason)})
             continue
@@ -86,6 +88,11 @@ def run(stage: Stage) -> dict[str, Any]:
         "cut": cut,
         "finish_reasons": dict(finished),
     }
+
+
+def as_it_came(row: dict[str, Any]) -> dict[str, Any]:
+    """A row that held ids and mask already; `prompts` has checked them."""
+    return {"texts": [], **{name: row[name] for name in ("id", "source", "input_ids", "loss_mask")}}
 
 
 def tokenize_row(chat: Chat, row: dict[str, Any], ends: set[int]) -> dict[str, Any]:
