@@ -14,16 +14,21 @@ Severity = Literal["info", "warning", "error"]
 
 @dataclass(frozen=True)
 class Check:
-    """`info` is worth knowing and no finding: it does not change an exit code."""
+    """`info` is worth knowing and no finding: it does not change an exit code. `reports`: public issues behind it."""
 
     id: str
     severity: Severity
     title: str
     explain: str
     fix: str
+    how: str = ""
+    reports: tuple[str, ...] = ()
 
     def text(self) -> str:
-        return f"{self.title}. {self.explain} What to do: {self.fix}"
+        parts = [f"{self.title}. {self.explain}", f"How it is found: {self.how}" if self.how else ""]
+        parts.append(f"What to do: {self.fix}")
+        new = [report for report in self.reports if report not in self.explain]
+        return " ".join([*filter(None, parts), f"Reported as {', '.join(new)}." if new else ""]).strip()
 
 
 @dataclass(frozen=True)

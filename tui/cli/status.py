@@ -98,6 +98,7 @@ def explain(id: str = typer.Argument(..., help="An error id or check id, e.g. st
 
 def explanations() -> dict[str, str]:
     """The tables of all rooms, joined."""
+    from pipeline.checks import CHECKS as STAGES
     from pipeline.explain import EXPLAIN as WORK
     from remote.check_list import CHECKS as HOSTS
     from remote.explain import EXPLAIN as RIG
@@ -106,6 +107,6 @@ def explanations() -> dict[str, str]:
     from state.explain import EXPLAIN as BOOK
     from tui.explain import EXPLAIN as DESK
 
-    checks = {id: check.text() for id, check in {**HERE, **HOSTS, **GPUS}.items()}
+    checks = {id: check.text() for id, check in {**HERE, **HOSTS, **GPUS, **STAGES}.items()}
     # Where an error has the name of a check, the check's text says the same and more.
     return {**BOOK, **RIG, **WORK, **DESK, **checks}
