@@ -64,11 +64,16 @@ async def compare(work: Work, baseline: str, speculative: str) -> list[BenchReco
             seconds = time.monotonic() - began
             work.journal.append(events.RunFinished(run=run, status="failed", result=result, seconds=seconds))
             raise
+        forecast = await read_json(
+            await work.rig.link(pipeline.host), f"{folder(work.project, 'predict')}/manifest.json"
+        )
+        gaps = [gap for record in records if (gap := prediction_gap(record, forecast)) is not None]
         for record in records:
             if resumed:
                 record.notes = [*record.notes, "Interrupted, and gone on with later: the launches are not of one time."]
         work.journal.append(
             *(events.BenchmarkRecorded(run=run, bench=record) for record in records),
+            *(events.Warned(where=run, check="predict.gap", message=gap) for gap in gaps),
             events.RunFinished(
                 run=run,
                 status="done",
@@ -78,6 +83,19 @@ async def compare(work: Work, baseline: str, speculative: str) -> list[BenchReco
             ),
         )
         return records
+
+
+def prediction_gap(record: BenchRecord, forecast: dict[str, Any] | None) -> str | None:
+    """What `predict` foretold for this kind of prompts against what the server reached, in a note too."""
+    if forecast is None or not forecast.get("complete"):
+        return None
+    predicted = forecast["result"].get(record.dataset.kind, {}).get("accept_len")
+    if not isinstance(predicted, int | float):
+        return None
+    gap = book.prediction_gap(record.arms[-1], predicted, int(forecast["settings"].get("steps", 3)))
+    if gap is not None:
+        record.notes = [*record.notes, f"{gap[0].upper()}{gap[1:]}."]
+    return gap
 
 
 async def _settings(work: Work, names: tuple[str, str]) -> dict[str, Any]:

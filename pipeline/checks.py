@@ -156,6 +156,14 @@ ROWS = [
         ("marin #7237", "liquid-finetune #37"),
     ),
     _check(
+        "tokenize.special", "error", "A special token has another id than rigbook.toml declares",
+        "A converted tokenizer may give special tokens ids of its own, or read them as plain text; two tokens may look "
+        "alike. The drafter would learn tokens that the server never sees.",
+        "Each token of target.special_tokens is encoded and decoded with the target's tokenizer before any row.",
+        "Compare with the server's /tokenize; use the tokenizer that the server uses, or mend the declaration.",
+        ("tinker-cookbook #784", "TRT-LLM #14416"),
+    ),
+    _check(
         "tokenize.rows", "error", "Rows whose tokens are not their text",
         "A mask that is off by a token, thoughts that are left out, or ids of another tokenizer train a drafter that "
         "looks healthy.",
@@ -176,6 +184,12 @@ ROWS = [
         "mix.overlap", "warning", "Training rows shared text with held-out ones and were dropped",
         "Otherwise the benchmark would measure memory.", "13 tokens in a row, the same in both.",
         "Nothing; if there are many, your sources hold the same prompts.",
+    ),
+    _check(
+        "mix.order", "error", "Rows of different sources stand one after the other",
+        "Data that was merged and not shuffled teaches the last source last.",
+        "How often the source changes from row to row, against how often it would by chance.",
+        "Report it: the shuffle has no effect.", ("speculators #644",),
     ),
     _check(
         "mix.nothing-left", "error", "Every training row overlaps with held-out ones",
@@ -308,6 +322,14 @@ TRAINING = [
         "Servers load such files without a word and accept nothing.",
         "Every tensor and key against an explicit table, and the drafter's own outputs against the trainer's.",
         "Each failed check says what is wrong.", ("sglang #27908", "TorchSpec #38", "vllm #18909"),
+    ),
+    _check(
+        "predict.gap", "warning", "The server accepts another length than was predicted offline",
+        "More than 15 % apart on a chain of the same steps, trainer and server do not do the same thing; accuracy in "
+        "training does not show it.",
+        "`rigbook bench run` holds the server's raw counters against what `predict` found on held-out rows.",
+        "`rigbook run audit --draft DIR` for the files; then layers, norms, vocabulary and template, in this order.",
+        ("SpecForge #492", "BaldEagle #17"),
     ),
     _check(
         "predict.row", "warning", "A held-out row could not be used for the prediction", "It is counted.",

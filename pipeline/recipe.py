@@ -89,6 +89,11 @@ def _held(project: Project) -> dict[str, Any]:
     }
 
 
+def _tokenize(project: Project) -> dict[str, Any]:
+    declared = project.target.special_tokens if project.target is not None else {}
+    return {**asdict(pipeline_of(project).tokenize), **({"special_tokens": declared} if declared else {})}
+
+
 def _only(name: str) -> Callable[[Project], dict[str, Any]]:
     def settings(project: Project) -> dict[str, Any]:
         table: dict[str, Any] = asdict(getattr(pipeline_of(project), name))
@@ -155,7 +160,7 @@ STAGES: tuple[StageDef, ...] = (
             "tokenized": ("prompts", "tokenized.jsonl"),
         },
         model=True,
-        settings=_only("tokenize"),
+        settings=_tokenize,
     ),
     StageDef(
         "mix",

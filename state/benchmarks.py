@@ -314,6 +314,26 @@ def accept_len(arm: Arm) -> float | None:
     return interval.value if interval else None
 
 
+GAP = 0.15  # of the prediction; beyond it trainer and server do not do the same thing
+FEW_STEPS = 200  # verify steps, below which chance alone makes such a gap
+
+
+def prediction_gap(arm: Arm, predicted: float, steps: int) -> str | None:
+    """A sentence where the server's accept length is further from the offline prediction than it should be; None where
+    it is not, or where the two cannot be held against each other: another number of draft steps, a tree, too few
+    verify steps."""
+    told = arm.speculative or {}
+    reached, counted = accept_len(arm), sum(one.verify_steps or 0 for one in arm.counted)
+    if reached is None or counted < FEW_STEPS or told.get("steps") != steps or told.get("topk", 1) != 1:
+        return None
+    if abs(reached / predicted - 1) <= GAP:
+        return None
+    return (
+        f"{arm.profile} reaches an accept length of {reached:.2f}, and {predicted:.2f} was predicted from its own "
+        f"guesses ({reached / predicted - 1:+.0%}): layers, norms, vocabulary or template differ between the two"
+    )
+
+
 def per_position(arm: Arm) -> list[tuple[int, float]]:
     """For each draft position: how often accepted, and that as a share of all verify steps (marginal)."""
     rounds = [one for one in arm.counted if one.per_position and one.verify_steps]

@@ -101,6 +101,7 @@ def test_what_needs_the_target_is_not_said_to_be_in_order_without_it(drafter: Pa
     assert {one["check"] for one in report["unchecked"]} == {"audit.head", "audit.context", "audit.rope"}
 
 
+@pytest.mark.training_report(7)
 def test_the_other_layout_is_as_good_where_the_engine_reads_it(drafter: Path, model: Path) -> None:
     change(drafter, rename("midlayer.", "layers.0."))
     assert inspect(drafter, model, engine="sglang", version="0.5.15")["findings"] == []
@@ -250,6 +251,16 @@ FAULTS: dict[str, tuple[Callable[[Tensors], None] | None, Config | None, dict[st
 
 
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.training_report(1)
+@pytest.mark.training_report(3)
+@pytest.mark.training_report(4)
+@pytest.mark.training_report(5)
+@pytest.mark.training_report(6)
+@pytest.mark.training_report(8)
+@pytest.mark.training_report(9)
+@pytest.mark.training_report(10)
+@pytest.mark.training_report(11)
+@pytest.mark.training_report(12)
 def test_each_fault_is_named(drafter: Path, model: Path, fault: str) -> None:
     tensors, config, settings, check, words = FAULTS[fault]
     change(drafter, tensors, config)

@@ -108,6 +108,7 @@ def test_arms_of_one_record_differ_in_the_declared_factor_only() -> None:
         (lambda r: r.arms[1].__setattr__("engine_version", "9"), "engine_version"),
     ],
 )
+@pytest.mark.training_report(13)
 def test_what_differs_is_named(change: Any, field: str) -> None:
     old, new = record([40, 41, 42], [50, 51, 52]), record([40, 41, 42], [50, 51, 52])
     change(new)
@@ -153,6 +154,7 @@ def test_an_excluded_round_is_kept_and_not_counted() -> None:
     assert speed is not None and speed.value == 51
 
 
+@pytest.mark.training_report(41)
 def test_accept_length_comes_from_raw_counters() -> None:
     arm = Arm(
         profile="x", rounds=[Round(verify_steps=100, accepted_drafts=50), Round(verify_steps=300, accepted_drafts=450)]
@@ -167,6 +169,7 @@ def test_per_position_is_over_all_rounds() -> None:
     assert b.per_position(arm) == [(30, 30 / 80), (20, 20 / 80), (10, 10 / 80)]
 
 
+@pytest.mark.training_report(42)
 def test_break_even() -> None:
     # 2.5 tokens a verify step at 50 tok/s is 50 ms a step; plain decoding emits 2 tokens in 50 ms at 40 tok/s.
     assert b.break_even_accept_len(2.5, 40.0, 50.0) == 2.0

@@ -80,6 +80,8 @@ async def crash(link: Link, status: jobs.JobStatus) -> None:
 
 
 @pytest.mark.parametrize("deaf", [False, True])
+@pytest.mark.training_report(36)
+@pytest.mark.training_report(37)
 async def test_an_orphan_gives_back_port_and_memory(link: Link, deaf: bool) -> None:
     live_status, live_worker, live_port = await serve(link, f"live-{deaf}")
     status, worker, port = await serve(link, f"dead-{deaf}", *(["deaf"] if deaf else []))

@@ -79,6 +79,7 @@ def test_a_directory_in_the_engines_layout_loads_and_a_foreign_one_is_refused(tm
         Drafter.load(tmp_path, embed, torch.float32)
 
 
+@pytest.mark.training_report(4)
 def test_layers_other_than_the_default_are_told_in_the_engines_convention(tmp_path: Path) -> None:
     assert "eagle_aux_hidden_state_layer_ids" not in write_config(CONFIG)["eagle_config"]
     other = replace(CONFIG, aux_layers=(1, 3, 6))
@@ -89,6 +90,7 @@ def test_layers_other_than_the_default_are_told_in_the_engines_convention(tmp_pa
 
 
 @pytest.mark.parametrize("rope_schema", ["old", "new"])
+@pytest.mark.training_report(11)
 def test_rope_survives_in_both_schemas(tmp_path: Path, rope_schema: str) -> None:
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     config = replace(CONFIG, rope_theta=5e5, rope_scaling={**scaling, "original_max_position_embeddings": 64})

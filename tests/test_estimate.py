@@ -56,6 +56,7 @@ def run(name: str, seconds: float, result: dict[str, Any], status: str = "done",
     return Run(f"{name}-1", seq, name=name, status=status, seconds=seconds, result=result)
 
 
+@pytest.mark.training_report(26)
 def test_the_whole_pipeline_for_kimi_k2_5(project: Project) -> None:
     assume = Assumptions(61_330_000, 20.0, {"hidden": 1000.0, "generate": 1100.0})
     guesses = {guess.stage: guess for guess in estimate(project, KIMI, [], assume)}

@@ -80,6 +80,9 @@ BAD_TENSORS: dict[str, tuple[Callable[[Tensors], None], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_TENSORS)
+@pytest.mark.training_report(3)
+@pytest.mark.training_report(8)
+@pytest.mark.training_report(9)
 def test_a_corrupt_tensor_is_found(paths: dict[str, Path], tmp_path: Path, case: str) -> None:
     corrupt, check = BAD_TENSORS[case]
     shutil.copytree(paths["drafter"], tmp_path / "drafter")
@@ -102,6 +105,9 @@ BAD_CONFIG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_CONFIG)
+@pytest.mark.training_report(10)
+@pytest.mark.training_report(11)
+@pytest.mark.training_report(12)
 def test_a_wrong_config_is_found(paths: dict[str, Path], tmp_path: Path, case: str) -> None:
     change, check = BAD_CONFIG[case]
     shutil.copytree(paths["drafter"], tmp_path / "drafter")

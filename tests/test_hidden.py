@@ -81,6 +81,7 @@ def test_states_of_the_size_of_real_models() -> None:
     assert round(61.33e6 * bytes_per_token(7168, 3) / 1e9) == 3517
 
 
+@pytest.mark.training_report(4)
 def test_states_of_an_older_layout_are_refused(tmp_path: Path) -> None:
     (tmp_path / "index.json").write_text('{"schema": 1, "layers": [2, 4, 5]}')
     with pytest.raises(ValueError, match="schema 1, expected 2"):
@@ -90,6 +91,7 @@ def test_states_of_an_older_layout_are_refused(tmp_path: Path) -> None:
         read_index(tmp_path)
 
 
+@pytest.mark.training_report(28)
 def test_a_stage_that_was_killed_makes_only_the_shards_that_are_missing(
     tmp_path: Path, inputs: dict[str, Path]
 ) -> None:
@@ -105,6 +107,7 @@ def test_a_stage_that_was_killed_makes_only_the_shards_that_are_missing(
     assert {path.name: path.read_bytes() for path in out.glob("shard-*")} == before
 
 
+@pytest.mark.training_report(25)
 def test_states_that_leak_between_rows_of_a_batch_are_found(
     tmp_path: Path, inputs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,6 +122,7 @@ def test_states_that_leak_between_rows_of_a_batch_are_found(
         run(tmp_path, inputs)
 
 
+@pytest.mark.training_report(25)
 def test_states_that_are_not_finite_are_refused(
     tmp_path: Path, inputs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,6 +138,7 @@ def test_states_that_are_not_finite_are_refused(
         run(tmp_path, inputs)
 
 
+@pytest.mark.training_report(26)
 def test_a_full_disk_is_known_before_the_first_state(
     tmp_path: Path, inputs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +148,7 @@ def test_a_full_disk_is_known_before_the_first_state(
     assert not list((tmp_path / "out").glob("shard-*"))
 
 
+@pytest.mark.training_report(26)
 def test_a_disk_that_fills_meanwhile_stops_in_a_folder_that_goes_on(
     tmp_path: Path, inputs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

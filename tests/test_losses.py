@@ -231,6 +231,7 @@ def test_spans_that_are_left_are_counted_over_a_whole_batch_as_row_by_row() -> N
     assert isinstance(counts, Tensor) and counts.tolist() == [sum(n > k for n in slow) for k in range(STEPS)]
 
 
+@pytest.mark.training_report(29)
 def test_pieces_of_a_batch_make_the_step_that_the_whole_batch_makes() -> None:
     g = torch.Generator().manual_seed(11)
     embed = torch.randn(CONFIG.vocab_size, CONFIG.hidden_size, generator=g)

@@ -57,6 +57,8 @@ vars = { NCCL_PROTO = "LL" }
         ('engine = "vllm"', "server.engine"),
     ],
 )
+@pytest.mark.training_report(1)
+@pytest.mark.training_report(2)
 def test_known_silent_failures_are_refused(tmp_path: Path, profile: str, id: str) -> None:
     more = f'\n[profiles.bad]\nextends = "baseline"\nport = 4003\n{profile}\n'
     with pytest.raises(RigbookError) as caught:

@@ -110,6 +110,8 @@ BAD: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
+@pytest.mark.training_report(20)
+@pytest.mark.training_report(23)
 def test_a_row_that_cannot_be_used_says_why(case: str) -> None:
     raw, words = BAD[case]
     with pytest.raises(Bad, match=words):
@@ -178,6 +180,7 @@ def test_plain_text_by_line_and_by_paragraph(tmp_path: Path) -> None:
     assert texts("paragraphs") == ["One", "Two\nstill two \ufffd", "Three"]
 
 
+@pytest.mark.training_report(23)
 def test_a_broken_line_does_not_stop_those_after_it(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"prompt": "one"}\n{"prompt": \n\xff\xfe\n\n{"prompt": "two"}\n{"prompt": "torn')

@@ -51,6 +51,8 @@ def test_done_is_not_done_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["settings", "input"])
+@pytest.mark.training_report(22)
+@pytest.mark.training_report(27)
 def test_changed_configuration_is_refused_by_name(tmp_path: Path, change: str) -> None:
     execute(spec(tmp_path, x=1), lambda stage: {})
     if change == "settings":
@@ -107,6 +109,7 @@ def test_a_damaged_file_is_named_and_not_guessed_at(tmp_path: Path, name: str, t
     assert (tmp_path / "out" / name).read_text() == text
 
 
+@pytest.mark.training_report(20)
 def test_lost_rows_fail(tmp_path: Path) -> None:
     rows = {"in": 3, "out": 1, "errors": 1, "skipped": 0}
     assert execute(spec(tmp_path), lambda stage: {"rows": rows}) == protocol.FAILED
@@ -163,6 +166,7 @@ main(run)
 """
 
 
+@pytest.mark.training_report(28)
 def test_killed_anywhere_it_continues(tmp_path: Path) -> None:
     program = tmp_path / "slow.py"
     program.write_text(SLOW)

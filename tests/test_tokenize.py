@@ -32,6 +32,7 @@ def masked(row: dict[str, Any]) -> list[int]:
     return [id for id, flag in zip(row["input_ids"], row["loss_mask"], strict=True) if flag]
 
 
+@pytest.mark.training_report(14)
 def test_the_masked_span_is_the_response_and_its_end_token(tmp_path: Path, model: Path) -> None:
     tokenize(tmp_path, model, [row("a", "hello there"), row("b", "cut off", finish_reason="length")])
     chat = Chat(model)
@@ -62,6 +63,7 @@ def test_ids_that_do_not_decode_to_the_text_are_set_aside_and_many_of_them_refus
         tokenize(tmp_path / "more", model, [*good[:3], wrong])
 
 
+@pytest.mark.training_report(15)
 def test_an_empty_mask_is_refused_and_a_single_empty_row_is_counted(tmp_path: Path, model: Path) -> None:
     result = tokenize(tmp_path, model, [row("a", "fine text"), row("b", "")])
     assert result["rows"] == {"in": 2, "out": 1, "errors": 0, "skipped": 1}
@@ -70,12 +72,14 @@ def test_an_empty_mask_is_refused_and_a_single_empty_row_is_counted(tmp_path: Pa
         tokenize(tmp_path / "empty", model, [row("a", ""), row("b", "")])
 
 
+@pytest.mark.training_report(16)
 def test_tokens_counted_by_the_server_but_missing_in_the_row_are_an_error(tmp_path: Path, model: Path) -> None:
     # A reasoning field that was renamed leaves `response` empty; training would look healthy without it.
     given = [row(f"g{i}", "text") for i in range(60)] + [row("lost", "", completion_tokens=40)]
     assert tokenize(tmp_path, model, given)["rows"]["errors"] == 1
 
 
+@pytest.mark.training_report(17)
 def test_long_rows_are_cut_and_unfinished_ones_told(tmp_path: Path, model: Path) -> None:
     result = tokenize(tmp_path, model, [row("a", "x" * 300, finish_reason="length")], max_len=100)
     made = rows(tmp_path / "out/rows.jsonl")[0]

@@ -46,6 +46,7 @@ def last_step(out: Path) -> int:
     return int(names[-1].split("-")[1]) if names else 0
 
 
+@pytest.mark.training_report(32)
 def test_killed_twice_it_ends_where_an_undisturbed_run_ends(tmp_path: Path, paths: dict[str, Path]) -> None:
     whole = start(tmp_path / "whole", paths)
     assert whole.wait(120) == 0

@@ -57,6 +57,7 @@ def test_gradients_equal_those_of_the_plain_dense_implementation() -> None:
         torch.testing.assert_close(gradients[name], leaf.grad, rtol=2e-3, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.training_report(35)
 def test_losses_are_those_of_decoding_slot_by_slot_with_a_cache() -> None:
     weights, embed, head, rms = setting()
     engine = to_engine_layout(weights, rms) | {"lm_head.weight": head}

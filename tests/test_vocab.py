@@ -37,6 +37,7 @@ def test_the_commonest_response_tokens_and_the_end_token_are_in(tmp_path: Path, 
     assert maps["d2t"].dtype == torch.int64 and maps["t2d"].dtype == torch.bool
 
 
+@pytest.mark.training_report(19)
 def test_what_the_data_lacks_is_filled_by_what_the_target_would_write(tmp_path: Path, model: Path) -> None:
     inputs = {"rows": tmp_path / "rows.jsonl", "model": model}
     run_stage("vocab", tmp_path / "counts", inputs, {"size": 60, "mass_rows": 0})
@@ -55,6 +56,7 @@ def test_data_without_a_response_is_refused(tmp_path: Path, model: Path) -> None
         run_stage("vocab", tmp_path / "out", {"rows": tmp_path / "none.jsonl", "model": model})
 
 
+@pytest.mark.training_report(8)
 def test_maps_that_contradict_each_other_are_found() -> None:
     t2d = torch.zeros(10, dtype=torch.bool)
     t2d[[2, 5, 7]] = True

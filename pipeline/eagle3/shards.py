@@ -81,7 +81,7 @@ def read_shard(path: Path) -> list[Row]:
         at = slice(a, a + length)
         rows.append(Row(id, t["tokens"][at].long(), t["mask"][at].bool(), t["aux"][at], t["last"][at]))
         a += length
-    if not a == len(t["tokens"]) == len(t["aux"]) == len(t["last"]):
+    if not a == len(t["tokens"]) == len(t["mask"]) == len(t["aux"]) == len(t["last"]):
         raise ValueError(f"{path}: lengths sum to {a} tokens, the tensors hold another number")
     return rows
 

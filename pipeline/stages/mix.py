@@ -13,12 +13,14 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 from pipeline.eagle3.chat import Chat
 from pipeline.stages.protocol import Stage, main, read_jsonl, write_jsonl
 
 N = 13
+FEW = 40  # changes of source, below which chance alone may halve them
 
 
 def run(stage: Stage) -> dict[str, Any]:
@@ -56,6 +58,10 @@ def run(stage: Stage) -> dict[str, Any]:
     if len(dropped) > len(rows) / 4:
         stage.warn("mix.overlap", f"{len(dropped)} of {len(rows)} rows dropped: prompts may be too much alike")
     random.Random(int(stage.settings.get("seed", 0))).shuffle(kept)
+    changes, expected = interleaving([row["source"] for row in kept])
+    if expected >= FEW and changes < expected / 2:
+        # Merged data that was believed to be shuffled was not (speculators #644): look at the rows, not at the call.
+        stage.refuse("mix.order", f"the source changes {changes} times from row to row, by chance {expected:.0f} times")
     write_jsonl(stage.out / "rows.jsonl", kept)
     write_jsonl(stage.out / "dropped.jsonl", dropped)
     stage.artifact("rows", stage.out / "rows.jsonl")
@@ -64,8 +70,18 @@ def run(stage: Stage) -> dict[str, Any]:
         "dropped": dict(Counter(row["reason"] for row in dropped)),
         "sources": dict(Counter(row["source"] for row in kept)),
         "response_tokens": sum(sum(row["loss_mask"]) for row in kept),
+        "source_changes": changes,
+        "source_changes_by_chance": expected,
         "held_out_ngrams": len(grams),
     }
+
+
+def interleaving(sources: Sequence[str]) -> tuple[int, float]:
+    """(how often a row has another source than the one before, how often it would in a random order)."""
+    n = len(sources)
+    same = sum(count * (count - 1) for count in Counter(sources).values())
+    expected = (n - 1) * (1 - same / (n * (n - 1))) if n > 1 else 0.0
+    return sum(a != b for a, b in pairwise(sources)), expected
 
 
 def ngrams(ids: Sequence[int]) -> Iterator[tuple[int, ...]]:

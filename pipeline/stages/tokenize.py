@@ -1,7 +1,7 @@
 """Responses -> token ids and loss mask.
 
 inputs    rows (rows.jsonl of `generate`), model; optional: ready and tokenized (of `prompts`)
-settings  max_len: longer rows are cut there
+settings  max_len: longer rows are cut there; special_tokens ({}): text -> id, which must hold
 output    rows.jsonl: {"id", "source", "texts", "input_ids", "loss_mask"}; mask 1 = response token, the end token too
           errors.jsonl: rows set aside, with the reason; samples.txt: some rows with the masked span marked, to look at
           samples.jsonl: more of them, {"id", "source", "tokens": [[text, mask], …]}, for `rigbook run preview`
@@ -34,6 +34,8 @@ def run(stage: Stage) -> dict[str, Any]:
         chat = Chat(stage.inputs["model"])
     except ValueError as error:
         stage.refuse("tokenize.template", str(error))
+    if wrong := wrong_ids(chat, stage.settings.get("special_tokens") or {}):
+        stage.refuse("tokenize.special", "; ".join(wrong))
     ends, max_len = end_tokens(stage.inputs["model"]), int(stage.settings.get("max_len", 512))
     rows: list[dict[str, Any]] = []
     errors: list[dict[str, Any]] = []
@@ -93,6 +95,19 @@ def run(stage: Stage) -> dict[str, Any]:
 def as_it_came(row: dict[str, Any]) -> dict[str, Any]:
     """A row that held ids and mask already; `prompts` has checked them."""
     return {"texts": [], **{name: row[name] for name in ("id", "source", "input_ids", "loss_mask")}}
+
+
+def wrong_ids(chat: Chat, declared: dict[str, int]) -> list[str]:
+    """What does not hold of the declared special tokens. Converted tokenizers have given them ids of their own (tinker-
+    cookbook #784), and some models have two tokens that look alike: what is written must be read as that one id."""
+    found = []
+    for text, id in declared.items():
+        read, written = chat.encode(text), chat.decode([id])
+        if read != [id]:
+            found.append(f"{text} is declared as {id}, the tokenizer reads {read}")
+        elif written != text:
+            found.append(f"{text} is declared as {id}, the tokenizer writes that id as {written!r}")
+    return found
 
 
 def tokenize_row(chat: Chat, row: dict[str, Any], ends: set[int]) -> dict[str, Any]:
