@@ -1,6 +1,5 @@
 """What the pipeline's error and check ids mean, for `rigbook explain ID`."""
 
-
 EXPLAIN: dict[str, str] = {
     "estimate.assume": "--assume NAME=NUMBER says what no run has measured yet: tokens (of all training rows, prompts "
     "included), price (of the machine, an hour), or a stage's tokens a second.",

@@ -76,6 +76,7 @@ def test_passing_failures_are_retried(tmp_path: Path) -> None:
     assert result_of(wanted)["endpoints"]["server"]["lost"] == 15
 
 
+@pytest.mark.training_report(20)
 def test_a_refused_prompt_is_an_error_row(tmp_path: Path) -> None:
     async def answer(body: dict[str, Any], request: web.Request) -> web.StreamResponse:
         return refused(400, "too long") if name_of(body) == "Say 2" else good()
@@ -305,6 +306,7 @@ def test_an_empty_answer_is_an_error_with_its_reason(tmp_path: Path, text: Any, 
 @pytest.mark.report(16)
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("field", ["reasoning", "reasoning_content"])
+@pytest.mark.training_report(16)
 def test_reasoning_comes_under_two_names(tmp_path: Path, field: str, streamed: bool) -> None:
     async def answer(body: dict[str, Any], request: web.Request) -> web.StreamResponse:
         if not streamed:
@@ -325,6 +327,7 @@ def test_reasoning_comes_under_two_names(tmp_path: Path, field: str, streamed: b
 
 @pytest.mark.report(16)
 @pytest.mark.parametrize("prompts", [5, 200])
+@pytest.mark.training_report(16)
 def test_a_model_that_thinks_and_tells_no_reasoning_is_stopped(tmp_path: Path, prompts: int) -> None:
     """Few rows or many; nothing of it is kept, so a server that is put right can go on in the same folder."""
     parser = False
@@ -374,6 +377,7 @@ def test_reasoning_that_stayed_in_the_text_is_taken_out_of_it(tmp_path: Path) ->
 
 @pytest.mark.report(17)
 @pytest.mark.parametrize("prompts", [20, 3000])
+@pytest.mark.training_report(17)
 def test_too_many_unfinished_answers_are_refused_and_early(tmp_path: Path, prompts: int) -> None:
     count = itertools.count()
 

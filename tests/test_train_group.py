@@ -63,6 +63,7 @@ def losses(out: Path) -> list[float]:
     return [entry["loss"] for entry in rows(out / "history.jsonl")]
 
 
+@pytest.mark.training_report(31)
 def test_two_processes_make_the_curve_of_one(tmp_path: Path, paths: dict[str, Path]) -> None:
     settings = SETTINGS | {"held_rows": 3}
     run_stage("train", tmp_path / "one", paths, settings)
@@ -103,6 +104,7 @@ t.Trainer.finish = finish
 """
 
 
+@pytest.mark.training_report(32)
 def test_a_run_goes_on_with_another_number_of_processes_if_that_divides_its_pieces(
     tmp_path: Path, paths: dict[str, Path]
 ) -> None:
@@ -164,6 +166,7 @@ log.CHECKPOINT_SECONDS = 0.0
 
 
 @pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.training_report(31)
 def test_a_hang_leaves_the_stacks_of_every_process_and_ends_so_that_it_can_go_on(
     tmp_path: Path, paths: dict[str, Path], processes: int
 ) -> None:
@@ -193,6 +196,7 @@ def test_a_slow_first_step_is_no_hang(tmp_path: Path) -> None:
     assert heart.usual() == pytest.approx(0.1)
 
 
+@pytest.mark.training_report(33)
 def test_going_back_to_an_older_state_leaves_the_newer_ones(tmp_path: Path) -> None:
     for step in (3, 7, 9, 20, 30):
         path = checkpoint.path_of(tmp_path, step)

@@ -211,6 +211,7 @@ def test_the_walk_is_that_of_the_prediction() -> None:
     assert accept_length([(2, 3), (2, 1)]) == 2.0 and accept_length([]) is None
 
 
+@pytest.mark.training_report(15)
 def test_an_empty_mask_is_refused(tmp_path: Path, paths: dict[str, Path]) -> None:
     from pipeline.eagle3.shards import read_shards, shard_bytes
 
@@ -243,6 +244,7 @@ class Kept:
 
 
 @pytest.mark.parametrize("responses", [0.5, 1.0])
+@pytest.mark.training_report(29)
 def test_the_memory_told_beforehand_is_what_autograd_keeps(responses: float) -> None:
     config = replace(CONFIG, hidden_size=96, intermediate_size=256, num_attention_heads=6, head_dim=16)
     length = 400
@@ -274,6 +276,7 @@ def test_the_memory_told_beforehand_is_what_autograd_keeps(responses: float) -> 
     assert 0 <= joined <= 0.45 * measured  # above it, for what is joined before it is multiplied, and not by much
 
 
+@pytest.mark.training_report(29)
 def test_memory_that_is_not_there_is_told_in_numbers(
     tmp_path: Path, paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
