@@ -303,6 +303,13 @@ TRAINING = [
         ("TorchSpec #32", "speculators #597", "marin #7350"),
     ),
     _check(
+        "train.hung", "error", "Training hung and was ended",
+        "A process that waits in a collective for ever looks busy and holds its GPUs.",
+        "The heartbeat: long after train.stalled was told, there is still no step.",
+        "Read the stacks that train.stalled named; start it again, it goes on from the last checkpoint.",
+        ("TorchSpec #32", "TorchSpec #33", "speculators #597"),
+    ),
+    _check(
         "train.start", "error", "Training cannot go on from this drafter",
         "Another target, other sizes, or tensors that nobody can place.",
         "The files are read whole, every tensor accounted for.", "The message names the tensor or the key.",

@@ -17,6 +17,7 @@ from pipeline.recipe import STAGES, pipeline_of
 from state.book import Run
 from state.errors import USAGE, RigbookError
 from state.project import Project
+from state.tables import GenerateTable, PromptsTable, TrainTable
 
 SEEDS = 60  # prompts that ship with rigbook
 JSON_BYTES = 10  # of one token in a row of ids and masks: about seven for the id and its comma, three for the mask
@@ -52,6 +53,7 @@ class Guess:
     disk: int | None = None  # bytes that it leaves
     money: float | None = None
     basis: tuple[str, ...] = ()
+    most: bool = False  # its tokens are a limit, not what is expected
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,12 @@ def parse_assumptions(words: Iterable[str]) -> Assumptions:
     return Assumptions(tokens, price, rates)
 
 
+def short_of(total: Total, free: int, there: int) -> int | None:
+    """Bytes that are missing on a disk with so much free and so much written by these stages already; None: none."""
+    need = total.disk - there - free
+    return need if need > 0 else None
+
+
 def measured(runs: Iterable[Run]) -> dict[str, tuple[float, str]]:
     """Tokens a second of each stage's newest finished run, and the run that says so."""
     found: dict[str, tuple[float, str]] = {}
@@ -120,8 +128,11 @@ def estimate(
     """A guess for every stage of the recipe, in its order. `target`: the parsed config.json, None where unknown."""
     p, known, config = pipeline_of(project), list(runs), draft_config(project, target)
     rates = measured(known)
-    rows = p.prompts.self_written + (SEEDS if p.prompts.seeds else 0)
+    rows, missing = _rows(p.prompts, known)
     answers, answers_basis = _answers(p.generate.max_tokens, rows, known)
+    if p.generate.token_budget and p.generate.token_budget < answers:
+        answers, answers_basis = p.generate.token_budget, f"{p.generate.token_budget:,} tokens are the budget"
+    answers_basis = "; ".join(filter(None, (answers_basis, missing)))
     total, total_basis = _tokens(rows, answers, answers_basis, p.prompts.max_tokens, known, assume)
     held = (p.prompts.held_self, p.prompts.held_people)
 
@@ -151,13 +162,20 @@ def estimate(
         add(name, total, total_basis, total * JSON_BYTES)
     add("vocab", answers, "response tokens", 9 * _vocabulary(target) if target else None)
     guesses["hidden"] = _states(timed, total, total_basis, config)
-    guesses["train"] = _training(p.train.minutes, total, total_basis, config)
+    guesses["train"] = _training(p.train, timed, total, answers, total_basis, config)
     size = 2 * file_parameters(config) if config else None
     why = f"{file_parameters(config) / 1e6:,.1f} M parameters in bf16" if config else _no_config()
     guesses["export"] = Guess("export", None, None, size, None, (why, "time unknown, mostly writing the file"))
     small = ("time unknown, seconds to minutes",)
     guesses["audit"] = Guess("audit", None, None, 0, None, small)
     guesses["predict"] = Guess("predict", sum(held) * p.bench.max_tokens, None, 0, None, small)
+    for name in ("generate", "held_self", "held_people"):
+        asked = guesses[name].tokens or 0
+        prompts = max(0, total - answers) if name == "generate" else sum(held) * p.prompts.max_tokens
+        guesses[name] = _asked(guesses[name], p.generate, prompts, asked)
+    if answers_basis.startswith("at most"):
+        limited = {"generate", "vocab", *(() if assume.tokens is not None else ("tokenize", "mix", "hidden"))}
+        guesses |= {name: replace(guesses[name], most=True) for name in limited}
     return [_priced(guesses[stage.name], assume.price) for stage in STAGES if stage.name in guesses]
 
 
@@ -172,15 +190,54 @@ def _states(timed: Any, total: int, basis: str, config: DraftConfig | None) -> G
     return Guess("hidden", total, seconds, total * per_token, None, (basis, rate, why))
 
 
-def _training(minutes: float, total: int, basis: str, config: DraftConfig | None) -> Guess:
-    budget = f"{minutes:g} minutes are its budget (pipeline.train.minutes)"
+def _training(table: TrainTable, timed: Any, total: int, answers: int, basis: str, config: DraftConfig | None) -> Guess:
+    if table.steps:
+        passes = table.steps * table.batch_tokens / max(1, total)
+        seconds, budget = timed("train", round(answers * passes))
+        budget = f"{table.steps:,} steps of {table.batch_tokens:,} tokens (pipeline.train.steps); {budget}"
+    elif table.epochs:
+        seconds, budget = timed("train", round(answers * table.epochs))
+        budget = f"{table.epochs:g} passes (pipeline.train.epochs); {budget}"
+    else:
+        seconds = 60 * table.minutes
+        budget = f"{table.minutes:g} minutes are its budget (pipeline.train.minutes)"
     if config is None:
-        return Guess("train", total, 60 * minutes, None, None, (basis, budget, _no_config()))
-    trained = file_parameters(config) - parameters(config)["lm_head.weight"]
+        return Guess("train", total, seconds, None, None, (basis, budget, _no_config()))
+    trained = file_parameters(config) - (0 if table.train_head else parameters(config)["lm_head.weight"])
     disk = 4 * trained * (CHECKPOINTS * VECTORS + 1)
     held = f"{training_parameters(config) / 1e6:,.1f} M parameters in memory, {trained / 1e6:,.1f} M of them trained"
     kept = "checkpoints: two kept and one being written, weights and two moments in fp32"
-    return Guess("train", total, 60 * minutes, disk, None, (basis, budget, held, kept))
+    return Guess("train", total, seconds, disk, None, (basis, budget, held, kept))
+
+
+def _rows(table: PromptsTable, runs: list[Run]) -> tuple[int, str]:
+    """(prompts to answer, what is missing in that number). Rows of a source are counted by `prompts`, not before."""
+    for run in reversed(runs):
+        told = run.result.get("train") if run.name == "prompts" and run.status == "done" else None
+        if isinstance(told, int) and told:
+            return told, ""
+    rows = table.self_written + (SEEDS if table.seeds else 0) + sum(source.rows for source in table.sources)
+    unknown = [source.name for source in table.sources if not source.rows]
+    if not unknown:
+        return rows, ""
+    return rows, f"without {', '.join(unknown)}: its rows are counted by `prompts` (until then --assume tokens=N)"
+
+
+def _asked(guess: Guess, table: GenerateTable, prompts: int, responses: int) -> Guess:
+    """Money for other people's servers: all tokens at the dearest price, and no more than the cap."""
+    if not table.endpoints:
+        return guess
+    costs = [
+        (e.price_in * prompts + e.price_out * responses) / 1e6
+        for e in table.endpoints
+        if e.price_in is not None and e.price_out is not None
+    ]
+    dearest = max(costs) if len(costs) == len(table.endpoints) else None
+    if dearest is None and table.max_cost is None:
+        return replace(guess, basis=(*guess.basis, "money unknown: an endpoint has no price"))
+    if dearest is None or (table.max_cost is not None and table.max_cost < dearest):
+        return replace(guess, money=table.max_cost, basis=(*guess.basis, "money: at most max_cost"))
+    return replace(guess, money=dearest, basis=(*guess.basis, "money: at most, all tokens at the dearest endpoint"))
 
 
 def _answers(longest: int, rows: int, runs: list[Run]) -> tuple[int, str]:
@@ -216,9 +273,10 @@ def _no_config() -> str:
 
 
 def _priced(guess: Guess, price: float | None) -> Guess:
+    """The machine's hours beside what others ask."""
     if price is None or guess.seconds is None:
         return guess
-    return replace(guess, money=guess.seconds / 3600 * price)
+    return replace(guess, money=(guess.money or 0.0) + guess.seconds / 3600 * price)
 
 
 def total(guesses: Iterable[Guess]) -> Total:

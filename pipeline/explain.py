@@ -19,6 +19,9 @@ EXPLAIN: dict[str, str] = {
     "demo.disk": "Checked before anything is made: the sum of what the demo writes, against what is free.",
     "demo.clean": "After a simulated crash, rigbook could not prove that port and memory are free again, or the live "
     "server beside it stopped answering. `rigbook clean` shows what is still held.",
+    "run.disk": "The stages still to do will write more than the workdir's disk has. `rigbook run all --dry-run` has "
+    "each stage's part and what it rests on. --yes does not override this; --disk-anyway REASON does, and the book has "
+    "it as a decision.",
     "run.preview": "`rigbook run preview [N]`: N is how many of the tokenised rows to show.",
     "run.no-samples": "`rigbook run preview` shows rows that the stage `tokenize` has put aside to look at: run it "
     "first.",

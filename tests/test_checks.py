@@ -12,8 +12,12 @@ from pipeline.explain import EXPLAIN
 from tui.cli.status import explanations
 
 ROOT = Path(__file__).parents[1]
-NAMES = {"warn", "refuse", "Refused"}
-HANDED_ON = {("protocol.py", "id"), ("audit_any.py", "finding['check']")}  # not made there
+NAMES = {"warn", "refuse", "failed", "Refused"}
+HANDED_ON = {
+    ("protocol.py", "id"),
+    ("protocol.py", "refusal.id"),
+    ("audit_any.py", "finding['check']"),
+}  # not made there
 
 
 def named() -> dict[str, set[str]]:
@@ -25,7 +29,8 @@ def named() -> dict[str, set[str]]:
                 continue
             function = node.func
             name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-            if name not in NAMES:
+            owner = ast.unparse(function.value) if isinstance(function, ast.Attribute) else ""
+            if name not in NAMES or (name == "failed" and not owner.endswith("stage")):
                 continue
             first = node.args[0]
             if not isinstance(first, ast.Constant):

@@ -10,8 +10,11 @@ import pytest
 
 from pipeline.estimate import Assumptions, estimate, measured, parse_assumptions, total
 from pipeline.recipe import STAGES
-from state.book import Run
-from state.errors import RigbookError
+from state.book import Run, open_book
+from state.errors import REFUSED, RigbookError
+from state.events import RunFinished, RunStarted
+from state.journal import Journal
+from state.outline import journal_path
 from state.project import Project, loads
 from tests.lab.kimi import KIMI
 from tests.test_rig_commands import rigbook
@@ -132,3 +135,48 @@ def test_the_command_shows_it_before_anything_exists(project: Project, tmp_path:
     assert not (tmp_path / "eagle3").exists(), "a plan changes nothing"
     assert rigbook(tmp_path, "--dry-run", "run", "all", "--target-config", "nowhere.json").returncode == 2
     assert rigbook(tmp_path, "--dry-run", "run", "all", "--assume", "x=1").returncode == 2
+
+
+def test_a_plan_that_cannot_fit_is_refused_before_anything_starts(project: Project, tmp_path: Path) -> None:
+    """Half as many prompts as a disk of any size holds states for; lengths are known from the book."""
+    model = tmp_path / "models/Kimi-K2.5"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text(json.dumps(KIMI))
+    with Journal.open(journal_path(tmp_path)) as journal:
+        result = {"response_tokens": 400_000_000, "rows": {"in": 100, "out": 100, "errors": 0, "skipped": 0}}
+        journal.append(
+            RunStarted(run="generate-1", what="stage", name="generate", host="llm", job=None, key="k", settings={}),
+            RunFinished(run="generate-1", status="done", exit=0, result=result, seconds=10.0),
+        )
+    done = rigbook(tmp_path, "--yes", "run", "hidden")
+    assert done.returncode == REFUSED and b"error[run.disk]" in done.stderr, done.stderr
+    assert b"of it hidden" in done.stderr and b"are free on llm" in done.stderr
+    assert not (tmp_path / "eagle3").exists()
+    forced = rigbook(tmp_path, "--yes", "run", "hidden", "--disk-anyway", "the disk grows tonight")
+    assert b"Going on, because: the disk grows tonight" in forced.stderr and b"run.disk" not in forced.stderr
+    (decision,) = open_book(tmp_path).decisions
+    assert decision.because == "the disk grows tonight" and "hidden" in decision.text
+
+
+def test_a_limit_that_does_not_fit_is_told_and_not_refused(project: Project, tmp_path: Path) -> None:
+    model = tmp_path / "models/Kimi-K2.5"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text(json.dumps(KIMI))
+    done = rigbook(tmp_path, "--yes", "run", "hidden")
+    assert b"if every response is as long as it may be" in done.stderr and b"run.disk" not in done.stderr
+
+
+def test_budgets_prices_and_passes_are_what_rigbook_toml_says(tmp_path: Path) -> None:
+    text = RIG.format(root=tmp_path).replace("minutes = 1200", "epochs = 2.0")
+    text = text.replace("max_tokens = 4096", "max_tokens = 4096\ntoken_budget = 50_000_000\nmax_cost = 90.0")
+    text += '[[pipeline.generate.endpoints]]\nname = "a"\nbase_url = "https://a/v1"\nprice_in = 1.0\nprice_out = 2.0\n'
+    rates = Assumptions(rates={"generate": 1000.0, "train": 100_000.0})
+    guesses = {g.stage: g for g in estimate(loads(text, tmp_path), KIMI, [], rates)}
+    assert guesses["generate"].tokens == 50_000_000 and not guesses["generate"].most
+    assert guesses["generate"].money == 90.0, "capped: 100 dollars of answers, and prompts"
+    assert guesses["train"].seconds == 1000.0
+    free = loads(text.replace("max_cost = 90.0", ""), tmp_path)
+    asked = {g.stage: g for g in estimate(free, KIMI, [], rates)}["generate"].money
+    assert asked is not None and 100 < asked < 110
+    unknown = loads(text.replace("max_cost = 90.0", "").replace("price_in = 1.0\n", ""), tmp_path)
+    assert {g.stage: g for g in estimate(unknown, KIMI, [], rates)}["generate"].money is None

@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from pipeline.estimate import Guess
     from remote.connect import Link
 
-# The nearest folder above that is there: the workdir is made by the first stage.
-FREE = 'd=$1; while [ ! -d "$d" ] && [ "$d" != / ]; do d=$(dirname "$d"); done; df -Pk "$d" | tail -n 1'
-
 
 def show(chosen: list[Any], assumed: list[str], target_config: str) -> None:
     """The plan of the chosen stages, as a table or as one JSON document."""
@@ -56,7 +53,14 @@ def _text(
             continue
         done = row["state"] == "done"
         cells = ["", "", ""] if done else [duration(guess.seconds), _bytes(guess.disk), _money(guess.money)]
-        rows.append([row["stage"], row["state"], "" if guess.tokens is None else f"{guess.tokens:,}", *cells])
+        rows.append(
+            [
+                row["stage"],
+                row["state"],
+                "" if guess.tokens is None else f"{'≤ ' if guess.most else ''}{guess.tokens:,}",
+                *cells,
+            ]
+        )
     unknown = "at least " if total.unknown_time else ""
     rows.append(["to do", "", "", unknown + duration(total.seconds), _bytes(total.disk), _money(total.money)])
     lines = [table(rows, ["stage", "state", "tokens", "time", "disk", "money"]), "", "resting on:"]
@@ -64,7 +68,9 @@ def _text(
     if total.unknown_disk:
         lines.append(f"disk unknown: {', '.join(total.unknown_disk)}")
     if free is not None:
-        lines.append(f"{_bytes(free)} are free on {host}" + (": NOT ENOUGH" if short else ""))
+        lines.append(
+            f"{_bytes(free)} are free on {host} or hold these stages already" + (": NOT ENOUGH" if short else "")
+        )
     return "\n".join(lines)
 
 
@@ -73,13 +79,16 @@ async def _look(
 ) -> tuple[list[dict[str, str]], dict[str, Any] | None, int | None]:
     """(state of each stage, the target's config, bytes free); None where it cannot be read."""
     from pipeline.recipe import pipeline_of
+    from pipeline.room import room
     from pipeline.runs import open_work
 
     async with open_work(root()) as work:
         pipeline = pipeline_of(work.project)
         link = await work.rig.link(pipeline.host)
         found: list[dict[str, str]] = await states(work, chosen)
-        return found, await _config(link, work.project.target, file), await _free(link, pipeline.workdir)
+        told = await room(link, pipeline.workdir, [row["folder"] for row in found if row["state"] != "done"])
+        # What these stages have written already need not be free any more.
+        return found, await _config(link, work.project.target, file), None if told is None else sum(told)
 
 
 async def _config(link: Link, target: Any, file: str) -> dict[str, Any] | None:
@@ -96,12 +105,6 @@ async def _config(link: Link, target: Any, file: str) -> dict[str, Any] | None:
     except ValueError as error:
         raise RigbookError("estimate.config", f"the target's config.json: {error}", exit_code=USAGE) from None
     return config if isinstance(config, dict) else None
-
-
-async def _free(link: Link, workdir: str) -> int | None:
-    done = await link.run(["sh", "-c", FREE, "sh", workdir])
-    fields = done.stdout.split()
-    return int(fields[3]) * 1024 if done.code == 0 and len(fields) > 3 and fields[3].isdigit() else None
 
 
 def _plain(guess: Guess | None) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 from state.errors import UNREACHABLE, USAGE, RigbookError
-from tui.cli.common import confirm, ctx, emit, project, root, table, wait_for
+from tui.cli.common import confirm, ctx, emit, project, root, say, table, wait_for
 
 serve = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 runs = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
@@ -21,6 +21,9 @@ def run(
     until: str = typer.Option("", "--until", help="End with this stage."),
     assume: list[str] = typer.Option([], "--assume", help="dry run: NAME=NUMBER for tokens, price (an hour), a stage."),
     target_config: str = typer.Option("", "--target-config", help="dry run: the target's config.json, a file here."),
+    disk_anyway: str = typer.Option(
+        "", "--disk-anyway", help="Go on though the disk is too small: why; it is recorded."
+    ),
     draft: str = typer.Option("", "--draft", help="audit: any drafter's directory on the host, also a downloaded one."),
     against: str = typer.Option("", "--against", help="audit: another drafter to compare it with."),
     engine: str = typer.Option("sglang", "--engine", help="audit: what is to load it, sglang or vllm."),
@@ -69,9 +72,12 @@ def run(
     from tui.cli.demo import Console
 
     async def work() -> Any:
+        from pipeline.room import check_room
         from pipeline.runs import open_work
 
         async with open_work(root(), Console()) as opened:
+            if told := await check_room(opened, chosen, disk_anyway or None):
+                say(told)
             return await run_stages(opened, chosen)
 
     outcomes = wait_for(work())
