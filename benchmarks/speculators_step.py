@@ -1,42 +1,56 @@
-"""One training step of speculators' EAGLE-3 drafter, timed in its own environment: run by `train_speed.py`.
+"""speculators' EAGLE-3 drafter, timed or trained in its own environment: run by `train_speed.py`, `train_gpu.py` and
+`train_quality.py`, which tell it what to do as JSON on its standard input.
 
-The model class of the library, of the same sizes, in fp32 as its trainer has it on a processor, on one packed row of
-512 tokens; its own loss; AdamW (its default, Muon, costs more). Prints the seconds of a step, the median of several;
-with --busy, seconds of the processor on one thread.
+    {"sizes": {hidden, inner, heads, kv_heads, head_dim, vocab, draft_vocab, eps, theta}, "guesses", "decay", "device",
+     "bf16", "threads", "lr", "batches": FILE, or for each batch [[prompt, response] of each row, …], "seconds" or
+     "steps", "busy", "out": DIR}
+
+The model class of the library with its own loss, its attention for the device (flex attention and the fused loss on a
+GPU, where it compiles its forward pass; eager ones on a processor, where those have no backward), and the step of its
+`Trainer`: autocast to bf16 where asked for, gradient clipped to 1, AdamW (its default, Muon, costs more). Batches are
+in memory, on the device: reading them costs it nothing. With "batches" a list it is timed on random data and prints
+{"seconds_per_step", "steps"}; with a FILE it is trained on what is in there and its weights are written to `out`.
 """
 
+from __future__ import annotations
+
+import json
 import statistics
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.losses import resolve_loss_config
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import LlamaConfig
 
-TOKENS, HIDDEN, VOCAB, DRAFT_VOCAB, GUESSES = 512, 576, 49152, 8192, 3
-ROWS = (172, 174, 166)
 
-
-def build() -> torch.nn.Module:
+def build(told: dict[str, Any]) -> Eagle3DraftModel:
+    s = told["sizes"]
     layer = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=1536,
+        vocab_size=s["vocab"],
+        hidden_size=s["hidden"],
+        intermediate_size=s["inner"],
         num_hidden_layers=1,
-        num_attention_heads=9,
-        num_key_value_heads=3,
+        num_attention_heads=s["heads"],
+        num_key_value_heads=s["kv_heads"],
+        head_dim=s["head_dim"],
         max_position_embeddings=8192,
-        rms_norm_eps=1e-5,
-        rope_theta=100000.0,
+        rms_norm_eps=s["eps"],
+        rope_theta=s["theta"],
     )
-    layer._attn_implementation = "eager"  # its flex attention has no backward on a processor
-    proposal = GreedyTokenProposalConfig(speculative_tokens=GUESSES)
+    if told["device"] == "cpu":
+        layer._attn_implementation = "eager"  # its flex attention has no backward on a processor
+    proposal = GreedyTokenProposalConfig(speculative_tokens=told["guesses"])
     config = Eagle3SpeculatorConfig(
         transformer_layer_config=layer,
-        draft_vocab_size=DRAFT_VOCAB,
+        draft_vocab_size=s["draft_vocab"],
         eagle_aux_hidden_state_layer_ids=[2, 15, 27],
         speculators_config=SpeculatorsConfig(
             algorithm="eagle3",
@@ -46,39 +60,99 @@ def build() -> torch.nn.Module:
         ),
     )
     torch.manual_seed(0)
-    return Eagle3DraftModel(config)
-
-
-def main() -> None:
-    busy = "--busy" in sys.argv
-    clock = time.process_time if busy else time.perf_counter
-    if busy:
-        torch.set_num_threads(1)
-    model = build()
+    model = Eagle3DraftModel(config)
     for parameter in model.parameters():
         if not parameter.isfinite().all():
             torch.nn.init.normal_(parameter, std=0.02)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-5)
-    documents = torch.repeat_interleave(torch.arange(len(ROWS)), torch.tensor(ROWS)).unsqueeze(0)
-    batch = {
-        "hidden_states": torch.randn(1, TOKENS, 3 * HIDDEN),
-        "input_ids": torch.randint(VOCAB, (1, TOKENS)),
-        "document_ids": documents,
-        "loss_mask": torch.ones(1, TOKENS, dtype=torch.bool),
-        "position_ids": torch.cat([torch.arange(n) for n in ROWS]).unsqueeze(0),
-        "verifier_last_hidden_states": torch.randn(1, TOKENS, HIDDEN),
+    return model.to(told["device"])
+
+
+def random_batch(rows: list[list[int]], sizes: dict[str, Any], device: str) -> dict[str, torch.Tensor]:
+    """One packed batch, as its collate function makes it: a row has one place less than tokens."""
+    lengths = [prompt + response - 1 for prompt, response in rows]
+    total = sum(lengths)
+    mask = torch.cat([torch.tensor([False] * (prompt - 1) + [True] * response) for prompt, response in rows])
+    made = {
+        "hidden_states": torch.randn(1, total, 3 * sizes["hidden"], dtype=torch.bfloat16),
+        "input_ids": torch.randint(sizes["vocab"], (1, total)),
+        "document_ids": torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lengths)).unsqueeze(0),
+        "loss_mask": mask.unsqueeze(0),
+        "position_ids": torch.cat([torch.arange(1, n + 1) for n in lengths]).unsqueeze(0),
+        "verifier_last_hidden_states": torch.randn(1, total, sizes["hidden"], dtype=torch.bfloat16),
     }
-    loss = resolve_loss_config("kl_div", "eager")  # its fused one needs Triton
-    seconds = []
-    for _ in range(8):
-        began = clock()
+    return {name: tensor.to(device) for name, tensor in made.items()}
+
+
+def main() -> None:
+    told = json.load(sys.stdin)
+    device, on_gpu = told["device"], told["device"] != "cpu"
+    clock = time.process_time if told.get("busy") else time.perf_counter
+    torch.set_num_threads(told["threads"])
+    model = build(told)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=told["lr"], weight_decay=0.01)
+    loss_config = resolve_loss_config("kl_div", "fused" if on_gpu else "eager")  # its fused one needs Triton
+
+    def step(batch: dict[str, torch.Tensor]) -> None:
+        if not told["bf16"]:
+            batch = {name: t.float() if t.is_floating_point() else t for name, t in batch.items()}
+        with torch.autocast(device.partition(":")[0], dtype=torch.bfloat16, enabled=told["bf16"]):
+            _, loss, _ = model(
+                **batch, ttt_steps=told["guesses"], ttt_step_loss_decay=told["decay"], loss_config=loss_config
+            )
         optimizer.zero_grad()
-        _, value, _ = model(**batch, ttt_steps=GUESSES, loss_config=loss)
-        value.backward()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        seconds.append(clock() - began)
-    print(statistics.median(seconds[2:]))
+
+    def wait() -> None:
+        if on_gpu:
+            torch.cuda.synchronize()
+
+    if isinstance(told["batches"], str):
+        print(json.dumps(train(told, model, optimizer, step)))
+        return
+    batches = [random_batch(rows, told["sizes"], device) for rows in told["batches"]]
+    for batch in batches[:2] * 2:
+        step(batch)
+    wait()
+    seconds, began = [], clock()
+    while clock() - began < told["seconds"] or len(seconds) < 3:
+        first = clock()
+        for batch in batches:
+            step(batch)
+        wait()
+        seconds.append((clock() - first) / len(batches))
+    peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None
+    print(json.dumps({"seconds_per_step": statistics.median(seconds), "rounds": len(seconds), "peak_gib": peak}))
+
+
+def train(told: dict[str, Any], model: Any, optimizer: torch.optim.Optimizer, step: Any) -> dict[str, Any]:
+    """FILE: borrowed tensors (embed, head, final_norm) and per batch `NUMBER.name`, in the order of the steps. Its
+    schedule: linear warm-up over a hundredth of the steps, then linearly to zero."""
+    with safe_open(told["batches"], framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    with torch.no_grad():
+        model.embed_tokens.weight.copy_(tensors["embed"])
+        model.lm_head.weight.copy_(tensors["head"])
+        model.verifier_lm_head.weight.copy_(tensors["head"])
+        # The stored states are behind the verifier's last norm already.
+        model.verifier_norm = torch.nn.Identity()
+        model.norm.weight.fill_(1.0)
+    number = 1 + max(int(name.partition(".")[0]) for name in tensors if name[0].isdigit())
+    total, warmup = told["steps"], max(1, told["steps"] // 100)
+    began = time.perf_counter()
+    for i in range(total):
+        rate = min((i + 1) / warmup, (total - i) / max(1, total - warmup))
+        for group in optimizer.param_groups:
+            group["lr"] = told["lr"] * rate
+        prefix = f"{i % number}."
+        step({name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)})
+    seconds = time.perf_counter() - began
+    kept = ("fc.", "layers.", "norm.")
+    weights = {k: v.detach().float().contiguous() for k, v in model.state_dict().items() if k.startswith(kept)}
+    save_file(weights, Path(told["out"]) / "model.safetensors")
+    return {"seconds": seconds, "steps": total}
 
 
 if __name__ == "__main__":

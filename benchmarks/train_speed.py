@@ -24,7 +24,6 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -37,6 +36,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.peer import ask_speculators, sizes
 from benchmarks.plain_ttt import plain_loss
 from pipeline.eagle3.batch import Taught, pack
 from pipeline.eagle3.draft import DraftConfig
@@ -137,15 +137,11 @@ def product_rate(dtype: torch.dtype, at_least: float, clock: Clock) -> float:
     return best
 
 
-def speculators_step_seconds(python: str, busy: bool) -> float:
-    """Seconds of one step of speculators' own trainer on 512 tokens (fp32, its loss, its optimiser)."""
-    script = Path(__file__).with_name("speculators_step.py")
-    made = subprocess.run(
-        [python, str(script), *(["--busy"] if busy else [])], capture_output=True, text=True, check=False
-    )
-    if made.returncode:
-        raise SystemExit(f"speculators did not run:\n{made.stderr[-2000:]}")
-    return float(made.stdout.split()[-1])
+def speculators_step_seconds(python: str, busy: bool, shape: list[tuple[int, int]], dtype: torch.dtype) -> float:
+    """Seconds of one step of speculators' own trainer on the same rows."""
+    told = {"sizes": sizes(CONFIG), "guesses": GUESSES, "device": "cpu", "bf16": dtype == torch.bfloat16, "busy": busy}
+    told |= {"threads": torch.get_num_threads(), "batches": [shape], "seconds": 2.0}
+    return float(ask_speculators(python, told)["seconds_per_step"])
 
 
 def main() -> None:
@@ -177,7 +173,7 @@ def main() -> None:
 
     tokens = sum(map(sum, DEMO_ROWS))
     flops = {name: operations(step) / tokens for name, (_, step) in steps.items()}
-    times: dict[str, list[float]] = {name: [] for name in [*steps, "speculators"]}
+    times: dict[str, list[float]] = {name: [] for name in [*steps, *(f"speculators, {n}" for n in types)]}
     rates: dict[str, list[float]] = {name: [] for name in types}
     for turn in range(args.rounds):
         for name, dtype in types.items():
@@ -185,7 +181,9 @@ def main() -> None:
         for name, (_, step) in steps.items():
             times[name].append(seconds_per_call(step, args.seconds, clock))
         if args.speculators:
-            times["speculators"].append(speculators_step_seconds(args.speculators, args.busy))
+            for name, dtype in types.items():
+                seconds = speculators_step_seconds(args.speculators, args.busy, DEMO_ROWS, dtype)
+                times[f"speculators, {name}"].append(seconds)
         print(f"round {turn + 1} of {args.rounds}", file=sys.stderr)
 
     figures: dict[str, Any] = {"threads": torch.get_num_threads(), "torch": torch.__version__, "tokens_a_step": tokens}
@@ -209,11 +207,13 @@ def main() -> None:
             f"{name:22}{speed:10,.0f}{flops[name] / 1e6:13.1f}{done:9.3f}{statistics.median(shares):8.0%}{against:9.1f}"
         )
     if args.speculators:
-        theirs = statistics.median(times["speculators"])
-        figures["speculators"] = {"tokens_per_second": tokens / theirs}
-        print(f"{'speculators, fp32':22}{tokens / theirs:10,.0f}")
-        for name in steps:
-            print(f"{name} is {theirs / statistics.median(times[name]):.1f} times speculators")
+        for kind in types:
+            theirs = times[f"speculators, {kind}"]
+            figures[f"speculators, {kind}"] = {"tokens_per_second": tokens / statistics.median(theirs)}
+            print(f"{f'speculators, {kind}':22}{tokens / statistics.median(theirs):10,.0f}")
+            for name in steps:
+                ratio = statistics.median(a / b for a, b in zip(theirs, times[name], strict=True))
+                print(f"{name} is {ratio:.1f} times speculators in {kind}")
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1) + "\n")
 

@@ -96,7 +96,7 @@ def test_attention_in_one_call_is_attention_row_by_row(
     out = attend_rows(q, k, v, own, data.rows, masks)
     wanted = torch.autograd.grad(out, leaves, d_out)
     keep = data.spans.keep
-    made = attend_spans(q, k.index_select(0, keep), v.index_select(0, keep), own, data.spans)
+    made = attend_spans(q, k.index_select(0, keep), v.index_select(0, keep), own, data.spans, attention.PLAIN)
     torch.testing.assert_close(made, out, rtol=1e-4, atol=1e-5)
     for ours, theirs in zip(torch.autograd.grad(made, leaves, d_out), wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
@@ -273,3 +273,47 @@ def test_clipping_and_decay_are_torchs_own() -> None:
         trainer.step(batch, 60)
     for name, weight in trainer.weights().items():
         torch.testing.assert_close(weight, mine[name].detach(), rtol=1e-3, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_compiled_function_is_used_only_where_it_gives_what_the_plain_one_gives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from pipeline.eagle3 import compiled as module
+
+    def plain(x: Tensor, y: Tensor) -> tuple[Tensor, list[Tensor]]:
+        return x * y, [x + 1]
+
+    def fails(x: Tensor, y: Tensor) -> tuple[Tensor, list[Tensor]]:
+        raise RuntimeError("no compiler")
+
+    def wrong_value(x: Tensor, y: Tensor) -> tuple[Tensor, list[Tensor]]:
+        return x * y, [x + 1.5]
+
+    def wrong_gradient(x: Tensor, y: Tensor) -> tuple[Tensor, list[Tensor]]:
+        return x.detach() * y + 0 * x, [x + 1]
+
+    def same(x: Tensor, y: Tensor) -> tuple[Tensor, list[Tensor]]:
+        return y * x, [1 + x]
+
+    def trials(n: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(n, 3).requires_grad_(), torch.randn(n, 3)
+
+    for made, used in ((fails, plain), (wrong_value, plain), (wrong_gradient, plain), (same, same)):
+        monkeypatch.setattr(torch, "compile", lambda function, made=made: made)
+        assert module.compiled(plain, trials) is used, made.__name__
+
+
+def test_the_operations_of_a_step_that_the_benchmark_claims_are_those_executed() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from benchmarks.train_gpu import GUESSES, TINY, step_flops
+
+    data = [random_row(f"f{i}", [0] * 6 + [1] * (10 + i), i, TINY) for i in range(8)]
+    batch = to_batch(gather(data, with_last=False, with_spans=True), torch.ones(TINY.capture_size), torch.float32)
+    g = torch.Generator().manual_seed(0)
+    embed = torch.randn(TINY.vocab_size, TINY.hidden_size, generator=g)
+    trainer = Trainer(TINY, random_trained(TINY), embed, embed[:128], Settings(GUESSES, dtype=torch.float32))
+    with FlopCounterMode(display=False) as counter:
+        trainer.step(batch, 60)
+    claimed = step_flops(TINY, len(batch.tokens), len(batch.response))
+    assert claimed <= counter.get_total_flops() <= 1.2 * claimed  # the rest is attention, which is not claimed

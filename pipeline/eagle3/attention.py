@@ -12,10 +12,10 @@ Shapes: N tokens, M queries, A heads, G kv heads, P = A/G, hd head size, R rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,16 +94,23 @@ def make_spans(rows: Ranges, response: Tensor) -> Spans:
     return Spans(q_lengths, k_lengths, cu[0], cu[1], torch.cat(keep), None if total == len(response) else places)
 
 
-def attend_spans(q: Tensor, k: Tensor, v: Tensor, own: Own, spans: Spans) -> Tensor:
+def attend_spans(q: Tensor, k: Tensor, v: Tensor, own: Own, spans: Spans, ops: Merge) -> Tensor:
     """q [M, A, hd]; k, v [K', G, hd] (at `spans.keep`). Returns [M, A * hd]."""
     flat = [tensor for pair in own for tensor in pair]
-    out: Tensor = _Merged.apply(q, k, v, spans, *flat)  # type: ignore[no-untyped-call]
+    out: Tensor = _Merged.apply(q, k, v, spans, ops, *flat)  # type: ignore[no-untyped-call]
     return out.reshape(len(q), -1)
+
+
+class Merge(NamedTuple):
+    """`merge` and `merge_backward`, or the same two compiled."""
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, list[Tensor]]]
 
 
 class _Merged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spans: Spans, *own: Tensor) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spans: Spans, ops: Merge, *own: Tensor) -> Tensor:
         scale = 1 / math.sqrt(q.shape[-1])
         ctx.kernel = use_flash(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2])
         full = q if spans.spread is None else q.new_zeros(sum(spans.q_lengths), *q.shape[1:])
@@ -114,14 +121,14 @@ class _Merged(torch.autograd.Function):
         if own:
             if spans.spread is not None:
                 past, lse_past = past[spans.spread], lse_past[:, spans.spread]
-            merged, lse_own = merge(q, past, lse_past.t(), own[0::2], own[1::2], scale)
+            merged, lse_own = ops.forward(q, past, lse_past.t(), list(own[0::2]), list(own[1::2]), scale)
             if spans.spread is None:
                 out, lse = merged, lse_own.t().contiguous()
             else:
                 out, lse = out.clone(), lse.clone()
                 out[spans.spread], lse[:, spans.spread] = merged, lse_own.t()
         ctx.save_for_backward(q, k, v, out, lse, *own)
-        ctx.spans, ctx.scale = spans, scale
+        ctx.spans, ctx.ops, ctx.scale = spans, ops, scale
         return out if spans.spread is None else out[spans.spread]
 
     @staticmethod
@@ -138,9 +145,9 @@ class _Merged(torch.autograd.Function):
         if spans.spread is not None:
             dq, out, lse = dq[spans.spread], out[spans.spread], lse[:, spans.spread]
         if not own:
-            return dq, dk, dv, None
-        dq_own, d_own = merge_backward(d_out, q, out, lse.t(), own[0::2], own[1::2], scale)
-        return dq + dq_own, dk, dv, None, *d_own
+            return dq, dk, dv, None, None
+        dq_own, d_own = ctx.ops.backward(d_out, q, out, lse.t(), own[0::2], own[1::2], scale)
+        return dq + dq_own, dk, dv, None, None, *d_own
 
 
 def merge(
@@ -173,6 +180,9 @@ def merge_backward(
         dq += d_score * wide_k
         own += [(d_score * grouped).sum(2).to(k.dtype), (p.unsqueeze(-1) * d_grouped).sum(2).to(v.dtype)]
     return dq.view(q.shape).to(q.dtype), own
+
+
+PLAIN = Merge(merge, merge_backward)
 
 
 # --- the past: a flash kernel, or scores in full ----------------------------------------------------------------------

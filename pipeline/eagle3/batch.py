@@ -102,7 +102,7 @@ def gather(rows: Sequence[Taught], *, with_last: bool, with_spans: bool, pinned:
         spans=make_spans(layout, response) if with_spans else None,
     )
     if pinned:
-        made = moved(made, lambda t: t if t.is_pinned() else t.pin_memory())
+        made = moved(made, lambda t: t if t.numel() == 0 or t.is_pinned() else t.pin_memory())
     return made
 
 

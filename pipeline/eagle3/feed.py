@@ -79,6 +79,8 @@ class Feed:
 
     def _work(self) -> None:
         try:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)  # else page-locked memory is asked of the first GPU, for all
             while not self._stop.is_set():
                 item = next(self.items)
                 ready: Any = self.gathered(item)

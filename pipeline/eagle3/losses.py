@@ -34,18 +34,12 @@ class Top:
     ids: Tensor  # [M, K] int64, likeliest first, distinct within a row
     probs: Tensor  # [M, K] fp32, of the target's whole vocabulary (sums to at most 1)
 
-    def shifted(self, k: int) -> Top:
-        return Top(shifted(self.ids, k), shifted(self.probs, k))
-
 
 @dataclass
 class Dense:
     """The target's probability of every draft token."""
 
     probs: Tensor  # [M, Vd] compute dtype, of the target's whole vocabulary
-
-    def shifted(self, k: int) -> Dense:
-        return Dense(shifted(self.probs, k))
 
 
 Teacher = Top | Dense
@@ -54,6 +48,13 @@ Teacher = Top | Dense
 def shifted(x: Tensor, k: int) -> Tensor:
     """Row j of the result is row j+k of x [M, ...]; the last k rows repeat the last (their weight is 0)."""
     return x if k == 0 else torch.cat((x[k:], x[-1:].expand(min(k, len(x)), *x.shape[1:])))[: len(x)]
+
+
+def rows_from(x: Tensor, first: int, count: int) -> Tensor:
+    """x[first : first + count]; rows past the end repeat the last (their weight is 0)."""
+    part = x[first : first + count]
+    missing = count - len(part)
+    return part if not missing else torch.cat((part, x[-1:].expand(missing, *x.shape[1:])))
 
 
 def chunk_rows(head: Tensor) -> int:
@@ -67,9 +68,16 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, teacher: Teacher, weight: Tensor, kind: str, sink: list[Tensor] | None
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        teacher: Teacher,
+        weight: Tensor,
+        kind: str,
+        sink: list[Tensor] | None,
+        ahead: int,
     ) -> tuple[Tensor, Tensor]:
-        mass = (teacher.probs.float() if isinstance(teacher, Dense) else teacher.probs).sum(-1, keepdim=True)
+        mass = shifted(teacher.probs.sum(-1, keepdim=True, dtype=torch.float32), ahead)
         scale = (weight * mass.squeeze(-1)).unsqueeze(-1)  # [M, 1]
         grad = torch.empty_like(hidden)
         losses, hits = hidden.new_zeros(len(hidden), dtype=torch.float32), hidden.new_zeros(len(hidden))
@@ -78,11 +86,13 @@ class _HeadLoss(torch.autograd.Function):
         for first in range(0, len(hidden), step):
             at = slice(first, first + step)
             q = torch.softmax(hidden[at] @ head.t(), -1)  # [C, Vd]
+            p = rows_from(teacher.probs, first + ahead, len(q))
             if kind == "kl" and isinstance(teacher, Top):
-                target = (teacher.probs[at] / mass[at].clamp_min(1e-9)).to(hidden.dtype)
-                losses[at], hits[at], dlogits = kl_of_top(q, teacher.ids[at], target)
+                target = (p / mass[at].clamp_min(1e-9)).to(hidden.dtype)
+                losses[at], hits[at], dlogits = kl_of_top(q, rows_from(teacher.ids, first + ahead, len(q)), target)
             else:
-                p = teacher.probs[at] if isinstance(teacher, Dense) else spread(teacher, at, q)
+                if isinstance(teacher, Top):
+                    p = spread(rows_from(teacher.ids, first + ahead, len(q)), p, q)
                 losses[at], hits[at], dlogits = dense(q, p, mass[at], kind)
             grad[at] = dlogits @ head
             if head_grad is not None:
@@ -93,11 +103,11 @@ class _HeadLoss(torch.autograd.Function):
         return (losses * scale.squeeze(-1)).sum(), hits
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = ctx.saved_tensors
         if ctx.sink is not None:
             ctx.sink.append(ctx.head_grad * grads[0])
-        return grad * grads[0].to(grad.dtype), None, None, None, None, None
+        return grad * grads[0].to(grad.dtype), None, None, None, None, None, None
 
 
 def kl_of_top(q: Tensor, ids: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -108,9 +118,9 @@ def kl_of_top(q: Tensor, ids: Tensor, target: Tensor) -> tuple[Tensor, Tensor, T
     return loss, hit, q.scatter_(1, ids, picked - target)  # (a row's candidates are distinct)
 
 
-def spread(teacher: Top, at: slice, like: Tensor) -> Tensor:
-    """The candidates' probabilities at their places, zero elsewhere: [C, Vd]."""
-    return torch.zeros_like(like).scatter_(1, teacher.ids[at], teacher.probs[at].to(like.dtype))
+def spread(ids: Tensor, probs: Tensor, like: Tensor) -> Tensor:
+    """The candidates' probabilities [C, K] at their places, zero elsewhere: [C, Vd]."""
+    return torch.zeros_like(like).scatter_(1, ids, probs.to(like.dtype))
 
 
 def dense(q: Tensor, p: Tensor, mass: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,12 +149,18 @@ def cross_entropy(q: Tensor, target: Tensor) -> Tensor:
 
 
 def head_loss(
-    hidden: Tensor, head: Tensor, teacher: Teacher, weight: Tensor, kind: str = "kl", sink: list[Tensor] | None = None
+    hidden: Tensor,
+    head: Tensor,
+    teacher: Teacher,
+    weight: Tensor,
+    kind: str = "kl",
+    sink: list[Tensor] | None = None,
+    ahead: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Loss of softmax(hidden @ head.T) against the teacher.
+    """Loss of softmax(hidden @ head.T) against the teacher `ahead` queries further on.
 
     hidden [M, H], head [Vd, H], weight [M]. Backward appends the head's gradient [Vd, H] (fp32) to `sink`, where there
     is one. Returns (loss summed over queries, hits [M]: 1 where the likeliest draft token is the teacher's).
     """
-    loss, hits = _HeadLoss.apply(hidden, head, teacher, weight, kind, sink)  # type: ignore[no-untyped-call]
+    loss, hits = _HeadLoss.apply(hidden, head, teacher, weight, kind, sink, ahead)  # type: ignore[no-untyped-call]
     return loss, hits

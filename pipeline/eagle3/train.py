@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pipeline.eagle3.batch import Batch
 from pipeline.eagle3.checkpoint import State
-from pipeline.eagle3.draft import DraftConfig, rope_table
+from pipeline.eagle3.draft import DraftConfig
 from pipeline.eagle3.ttt import PLAIN, Ops, Outcome, Tape, trained_shapes, ttt_loss
 
 WARMUP = 20  # steps
@@ -81,7 +81,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             [self.flat], lr=0.0, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
         )
-        self.ops = device_ops(config, device)
+        self.ops = device_ops(config, device, settings.dtype)
         self.tape = Tape()
         self.pieces = 0  # of the step under way
         self.steps_done = 0
@@ -170,12 +170,10 @@ class Trainer:
         self.steps_done = state.step
 
 
-def device_ops(config: DraftConfig, device: torch.device) -> Ops:
+def device_ops(config: DraftConfig, device: torch.device, dtype: torch.dtype) -> Ops:
     """The elementwise parts for a device."""
     if device.type == "cpu":
         return PLAIN
     from pipeline.eagle3.fused import gpu_ops
 
-    # Made once: angles in a batch would be computed on the CPU and waited for.
-    cos, sin = rope_table(config, torch.arange(config.max_position_embeddings + 64))
-    return gpu_ops((cos.to(device), sin.to(device)))
+    return gpu_ops(config, device, dtype)

@@ -29,7 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.eagle3.attention import attend_rows, attend_spans, causal_masks
+from pipeline.eagle3.attention import PLAIN as PLAIN_MERGE
+from pipeline.eagle3.attention import Merge, attend_rows, attend_spans, causal_masks
 from pipeline.eagle3.batch import Batch
 from pipeline.eagle3.draft import DraftConfig, rope_table
 from pipeline.eagle3.losses import chunk_rows, head_loss, shifted
@@ -174,6 +175,7 @@ class Ops:
     norm: Callable[[Tensor, float], Tensor] = rms_norm
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate_packed
     swiglu: Callable[[Tensor], Tensor] = swiglu
+    merge: Merge = PLAIN_MERGE  # where attention takes all rows in one call
     # (cos, sin) [positions, hd/2], made once; None: made for each batch
     rope: tuple[Tensor, Tensor] | None = None
 
@@ -223,7 +225,7 @@ def guesses(
         if spans is None:
             attended = attend_rows(q, k0, v0, own, batch.rows, masks)
         else:
-            attended = attend_spans(q, k0, v0, own, spans)
+            attended = attend_spans(q, k0, v0, own, spans, ops.merge)
         hidden = hidden + linear(attended, "o")
         hidden = hidden + linear(ops.swiglu(linear(ops.norm(hidden, eps), "gate_up")), "down")
         hidden_norm = ops.norm(hidden, eps)  # of this guess: for the head now, and for the next guess's q/k/v
@@ -284,7 +286,7 @@ def ttt_loss(
     for step, made in enumerate(guesses(config, weights, embed, batch, steps, tape, ops)):
         judged = batch.left > step  # the token after response token j+step is a response token of the same row
         count = max(1, counts[step])
-        loss, hits = head_loss(made, head, batch.teacher.shifted(step), judged.float() / count, kind, sink)
+        loss, hits = head_loss(made, head, batch.teacher, judged.float() / count, kind, sink, step)
         total = total + loss * decay**step
         alive = alive & judged & (hits > 0)
         numbers.append(
