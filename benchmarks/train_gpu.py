@@ -11,9 +11,10 @@ tokens, packed into pieces of --tokens (32,768; wide 16,384). Ours is the stage'
 the feed to the optimiser; speculators' batches lie ready on the GPU. Both in turn within a round, each in a process of
 its own.
 
-What is printed for ours: response tokens a second (loss-masked, what both count); the matrix operations of a step at the
-rate of the best product measured here, and the bytes that a step must move (weights, optimiser, states) at the measured
-rate of a copy; the larger of the two is the floor, and the share of it reached. And how long the step waited for data.
+What is printed for ours: response tokens a second (loss-masked, what both count); the matrix operations of a step at
+the rate of the best product measured here, and the bytes that a step must move (weights, optimiser, states) at the
+measured rate of a copy; the larger of the two is the floor, and the share of it reached. And how long the step waited
+for data.
 
 On a machine without a network speculators travels as wheels beside torch: speculators==0.9.0, hs-connectors==0.9.0,
 transformers>=5.0,<5.20, loguru, pydantic, pydantic-settings, python-dotenv, openai, httpx, huggingface-hub, datasets
