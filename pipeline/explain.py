@@ -51,6 +51,8 @@ EXPLAIN: dict[str, str] = {
     "`rigbook -C DIR` shows it.",
     "pipeline.key-elsewhere": "A key is read on the host where the stage runs and never travels. Put it there, and "
     "say so under [secrets].",
+    "pipeline.no-hidden-dir": "The profile that is to write hidden states does not say where, or which layers: set "
+    "RIGBOOK_HIDDEN_DIR and RIGBOOK_HIDDEN_LAYERS in its vars.",
     "pipeline.no-profile": "Prompts that the target writes itself are sampled from raw text, which an endpoint of "
     "others does not offer: a server of our own has to be there.",
 }

@@ -102,6 +102,24 @@ def _only(name: str) -> Callable[[Project], dict[str, Any]]:
     return settings
 
 
+def _hidden(project: Project) -> dict[str, Any]:
+    """With where the server is and writes, if one is asked. Raises RigbookError `pipeline.no-hidden-dir`."""
+    table = pipeline_of(project).hidden
+    if table.how == "torch":
+        return asdict(table)
+    profile = project.profile(table.profile)
+    told = {**project.env(profile.env).vars, **profile.vars}
+    missing = [name for name in ("RIGBOOK_HIDDEN_DIR", "RIGBOOK_HIDDEN_LAYERS") if not told.get(name)]
+    if missing:
+        raise RigbookError(
+            "pipeline.no-hidden-dir",
+            f"profile {table.profile!r} is to write hidden states, and its vars have no {' and no '.join(missing)}",
+            hint="name a folder on the server's host, and the layers as in pipeline.hidden.layers, with commas",
+            exit_code=USAGE,
+        )
+    return {**asdict(table), "base_url": f"http://127.0.0.1:{profile.port}", "folder": told["RIGBOOK_HIDDEN_DIR"]}
+
+
 def _answers(pipeline: Pipeline) -> str | None:
     return pipeline.generate.profile or None
 
@@ -188,7 +206,9 @@ STAGES: tuple[StageDef, ...] = (
         "hidden states of the target",
         {"rows": ("mix", "rows.jsonl")},
         model=True,
-        settings=_only("hidden"),
+        settings=_hidden,
+        server=lambda pipeline: pipeline.hidden.profile if pipeline.hidden.how == "sglang" else None,
+        transient=("base_url", "folder", "profile", "batch_tokens"),
     ),
     StageDef(
         "train",

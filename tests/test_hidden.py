@@ -15,6 +15,7 @@ from pipeline.eagle3.frozen import Vocab
 from pipeline.eagle3.shards import read_index, read_shards
 from pipeline.eagle3.sizes import bytes_per_token
 from pipeline.eagle3.target import Target
+from pipeline.eagle3.world import World
 from pipeline.stages import hidden
 from pipeline.stages.protocol import Refused, write_jsonl
 from tests.lab.stage_run import run_stage
@@ -61,11 +62,11 @@ def test_states_are_those_of_the_row_alone(tmp_path: Path, inputs: dict[str, Pat
 def test_the_teacher_is_the_target_at_each_response_token(
     tmp_path: Path, inputs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(teacher.CHUNK, "cpu", 30)  # several rows at a time, and several times
+    monkeypatch.setattr(teacher, "CPU_ROWS", 30)  # several rows at a time, and several times
     run(tmp_path, inputs)
     target = Target.load(inputs["model"], torch.float32)
     stored = read_shards(tmp_path / "out")
-    taught = teacher.teach(stored, target.head, VOCAB)
+    taught = teacher.teach(stored, target.head, VOCAB, tmp_path, World(0, 1), lambda tokens: None, dense=False)
     assert [row.id for row in taught] == [row.id for row in stored]
     for row in taught:
         everything = torch.softmax(target.logits(row.last[row.mask].float()), -1)

@@ -162,3 +162,20 @@ def test_a_folder_that_run_would_refuse_is_listed_as_changed(files: dict[str, ob
             return json.dumps(files[name]).encode()
 
     assert asyncio.run(_changed(Folder(), {"out": "/data/mix", "settings": {"n": 1}})) is changed
+
+
+def test_states_from_a_server_are_asked_for_where_its_profile_writes_them(project: Project, tmp_path: Path) -> None:
+    stage = BY_NAME["hidden"]
+    assert stage.server is not None and project.pipeline is not None
+    assert spec(project, stage)["settings"]["how"] == "torch" and stage.server(project.pipeline) is None
+    text = project_file(tmp_path, {"baseline": 4001, "eagle3": 4002})
+    text = text.replace('how = "torch"\nprofile = ""', 'how = "sglang"\nprofile = "states"')
+    text += '\n[profiles.states]\nextends = "baseline"\nport = 4003\n'
+    with pytest.raises(RigbookError, match="no RIGBOOK_HIDDEN_DIR and no RIGBOOK_HIDDEN_LAYERS"):
+        spec(loads(text, tmp_path), stage)
+    told = loads(
+        text + '[profiles.states.vars]\nRIGBOOK_HIDDEN_DIR = "/dev/shm/s"\nRIGBOOK_HIDDEN_LAYERS = "1"\n', tmp_path
+    )
+    settings = spec(told, stage)["settings"]
+    assert (settings["base_url"], settings["folder"]) == ("http://127.0.0.1:4003", "/dev/shm/s")
+    assert told.pipeline is not None and stage.server(told.pipeline) == "states"

@@ -1,7 +1,8 @@
 """What the target thinks, on disk: captures and final hidden states of every token of every row.
 
 inputs    rows (rows.jsonl of `mix`), model
-settings  layers: whose outputs to capture, physical, 0-based (empty: 1, half - 1, fourth from last, which is EAGLE-3's
+settings  how: "torch" (our own decoder) or "sglang" (a patched server, see `hidden_server`; then base_url and folder)
+          layers: whose outputs to capture, physical, 0-based (empty: 1, half - 1, fourth from last, which is EAGLE-3's
           choice); dtype; device ("cpu", "cuda", "auto"); batch_tokens: of one forward pass (0: what suits the device)
 output    shard-00000.safetensors …, index.json: see `pipeline.eagle3.shards`
 
@@ -13,21 +14,23 @@ has cost others weeks. Writing happens in threads of its own, so that neither th
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from pipeline.eagle3.config import default_aux_layers, text_config
 from pipeline.eagle3.devices import DTYPES, device_of
-from pipeline.eagle3.draft import default_aux_layers
 from pipeline.eagle3.shards import Index, Row, index_json, read_shard, shard_bytes
 from pipeline.eagle3.sizes import bytes_per_token
 from pipeline.eagle3.target import Target, TargetError
+from pipeline.stages.hidden_server import ServerStates
 from pipeline.stages.protocol import Stage, digest_file, main, read_jsonl, write_bytes, write_json
 
 SHARD_BYTES = (64 << 20, 1 << 30)  # least and most: a resume repeats one, and 3.5 TB should not be 55,000 files
@@ -45,23 +48,21 @@ Rows = list[dict[str, Any]]
 def run(stage: Stage) -> dict[str, Any]:
     s = stage.settings
     rows, dtype = list(read_jsonl(stage.inputs["rows"])), str(s.get("dtype", "bfloat16"))
-    device = device_of(stage, s.get("device", "cpu"))
-    target = load_target(stage, DTYPES[dtype], max(len(row["input_ids"]) for row in rows), device)
-    count = target.config.layers
+    count, width = sizes_of(stage)
     layers = tuple(int(i) for i in s.get("layers") or (layer - 1 for layer in default_aux_layers(count)))
     if bad := [i for i in layers if not 0 <= i < count - 1]:
         stage.refuse(
             "hidden.layers", f"the target has {count} layers (0 to {count - 1}), the last is kept anyway: {bad}"
         )
-    per_token = bytes_per_token(target.config.hidden_size, len(layers)) + 5
+    extractor = source_of(stage, layers, dtype, max(len(row["input_ids"]) for row in rows))
+    per_token = bytes_per_token(width, len(layers)) + 5
     plan = plan_shards(rows, per_token)
     whole = {n: is_whole(shard_path(stage, n), [row["id"] for row in chunk]) for n, chunk in enumerate(plan)}
     tokens = [len(row["input_ids"]) for row in rows]
     missing = [row for number, chunk in enumerate(plan) if not whole[number] for row in chunk]
     check_disk(stage, per_token * sum(len(row["input_ids"]) for row in missing))
 
-    extractor = TorchStates(stage, target, layers, dtype, int(s.get("batch_tokens") or BATCH_TOKENS[device.type]))
-    done = 0
+    done, worst = 0, 0.0
     with Writer(stage) as writer:
         for number, chunk in enumerate(plan):
             if whole[number]:
@@ -74,13 +75,13 @@ def run(stage: Stage) -> dict[str, Any]:
                 done += sum(len(row["input_ids"]) for row in batch)
                 stage.progress(done, sum(tokens), "tokens", shard=number)
             for checked in chunk[::SPOT_EVERY]:
-                extractor.spot_check(checked, made[checked["id"]])
+                worst = max(worst, spot_check(stage, extractor, checked, made[checked["id"]], dtype))
             writer.write(number, [made[row["id"]] for row in chunk])
     index = Index(
         layers=layers,
-        hidden_size=target.config.hidden_size,
-        target={"model": stage.digest("model"), "dtype": dtype},
-        source="torch",
+        hidden_size=width,
+        target={"model": stage.digest("model"), **extractor.about},
+        source=extractor.source,
         rows=len(rows),
         tokens=sum(tokens),
         response_tokens=sum(sum(row["loss_mask"]) for row in rows),
@@ -96,8 +97,38 @@ def run(stage: Stage) -> dict[str, Any]:
         "shards": len(plan),
         "shards_written_now": sum(not there for there in whole.values()),
         "bytes": sum(shard["bytes"] for shard in index.shards),
-        "worst_spot_difference": extractor.worst,
+        "worst_spot_difference": worst,
     }
+
+
+class States(Protocol):
+    """Where states come from. Rows of a batch may come back in any order."""
+
+    batch_tokens: int
+    source: str  # for index.json
+    about: dict[str, Any]  # what of the computation the states depend on, for index.json
+
+    def __call__(self, batch: Rows) -> Iterator[Row]: ...
+
+
+def source_of(stage: Stage, layers: tuple[int, ...], dtype: str, positions: int) -> States:
+    """What the settings name. `positions`: tokens of the longest row."""
+    s = stage.settings
+    if s.get("how", "torch") == "sglang":
+        return ServerStates(stage, layers, str(s["base_url"]), Path(s["folder"]))
+    device = device_of(stage, s.get("device", "cpu"))
+    target = load_target(stage, DTYPES[dtype], positions, device)
+    return TorchStates(stage, target, layers, dtype, int(s.get("batch_tokens") or BATCH_TOKENS[device.type]))
+
+
+def sizes_of(stage: Stage) -> tuple[int, int]:
+    """Layers of the target and its width, from its config.json."""
+    path = stage.inputs["model"] / "config.json"
+    try:
+        text = text_config(json.loads(path.read_text()))
+        return int(text["num_hidden_layers"]), int(text["hidden_size"])
+    except (OSError, ValueError, KeyError) as error:
+        stage.refuse("target.unsupported", f"cannot read {path}: {error}")
 
 
 def shard_path(stage: Stage, number: int) -> Path:
@@ -206,12 +237,12 @@ def by_length(rows: Rows, batch_tokens: int) -> Iterator[Rows]:
 
 
 class TorchStates:
-    """States from our own decoder, a batch at a time. `worst`: the largest difference that a spot check saw."""
+    """States from our own decoder, a batch at a time."""
 
     def __init__(self, stage: Stage, target: Target, layers: tuple[int, ...], dtype: str, batch_tokens: int) -> None:
-        self.stage, self.target, self.dtype, self.batch_tokens = stage, target, dtype, batch_tokens
+        self.stage, self.target, self.batch_tokens = stage, target, batch_tokens
         self.inputs = tuple(layer + 1 for layer in layers)  # the output of a layer is the input of the next
-        self.worst = 0.0
+        self.source, self.about = "torch", {"dtype": dtype}
 
     @torch.inference_mode()
     def __call__(self, batch: Rows) -> Iterator[Row]:
@@ -238,16 +269,17 @@ class TorchStates:
             if not (captures[i, :length].isfinite().all() and final[i, :length].isfinite().all()):
                 self.stage.refuse("hidden.not-finite", f"row {row['id']}: the target's states are not finite")
 
-    def spot_check(self, row: dict[str, Any], made: Row) -> None:
-        """Refuses a row whose states in its batch and alone differ by more than rounding can."""
-        (alone,) = self([row])
-        difference = max(relative(alone.aux, made.aux), relative(alone.last, made.last))
-        if difference > TOLERANCE[self.dtype]:
-            self.stage.refuse(
-                "hidden.batch-leak",
-                f"row {row['id']}: states in a batch differ from those alone by {difference:.1%}: something leaks",
-            )
-        self.worst = max(self.worst, difference)
+
+def spot_check(stage: Stage, extractor: States, row: dict[str, Any], made: Row, dtype: str) -> float:
+    """How much a row's states in its batch and alone differ; refuses more than rounding can make."""
+    (alone,) = extractor([row])
+    difference = max(relative(alone.aux, made.aux), relative(alone.last, made.last))
+    if difference > TOLERANCE[dtype]:
+        stage.refuse(
+            "hidden.batch-leak",
+            f"row {row['id']}: states in a batch differ from those alone by {difference:.1%}: something leaks",
+        )
+    return difference
 
 
 def relative(a: Tensor, b: Tensor) -> float:
