@@ -72,16 +72,24 @@ class RunReader:
         if kind == "progress":
             self._progress = event
         elif kind == "metric":
-            name = str(event.get("name"))
-            if name in self._metrics or len(self._metrics) < METRICS:
-                value = number(event.get("value"))
-                self._metrics.setdefault(name, deque(maxlen=KEPT)).append(math.nan if value is None else value)
+            for name, value in series_of(event):
+                if name in self._metrics or len(self._metrics) < METRICS:
+                    self._metrics.setdefault(name, deque(maxlen=KEPT)).append(math.nan if value is None else value)
         elif kind == "warning":
             self._warnings.append(str(event.get("message")))
         elif kind == "error":
             self._error = str(event.get("message"))
         elif kind == "result" and isinstance(event.get("result"), dict):
             self._result = event["result"]
+
+
+def series_of(event: dict[str, Any]) -> list[tuple[str, float | None]]:
+    """The curves that a metric event adds a point to: its own, and the accept length told beside a loss."""
+    name = str(event.get("name"))
+    found = [(name, number(event.get("value")))]
+    if "accept_length" in event:
+        found.append((f"{name.rpartition('.')[0]}.accept_length".lstrip("."), number(event["accept_length"])))
+    return found
 
 
 def number(value: Any) -> float | None:

@@ -43,7 +43,7 @@ COMMANDS: dict[str, Command] = {
     "gpus": Command("tui.cli.gpus", "gpus", "Every GPU: what it does and who holds it."),
     "clean": Command("tui.cli.clean", "clean", "What dead work still holds: plan, then give back.", "json yes dry-run"),
     "run": Command("tui.cli.work", "run", "Run pipeline stages: rigbook run all.", "json yes dry-run"),
-    "runs": Command("tui.cli.work", "runs", "Runs of anything: list, show."),
+    "runs": Command("tui.cli.runs", "app", "Runs of anything: list, show, compare."),
     "serve": Command("tui.cli.work", "serve", "Servers: plan, start, status, wait, logs, stop.", "json yes dry-run"),
     "bench": Command("tui.cli.work", "bench", "Benchmarks: run, list.", "json yes dry-run"),
     "book": Command("tui.cli.book", "app", "The project-state document: show, log, diff, blame, search…", "json yes"),

@@ -1,4 +1,4 @@
-"""`rigbook run`, `runs`, `serve`, `bench`: thin commands over `pipeline`."""
+"""`rigbook run`, `serve`, `bench`: thin commands over `pipeline`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from state.errors import UNREACHABLE, USAGE, RigbookError
 from tui.cli.common import confirm, ctx, emit, project, root, say, table, wait_for
 
 serve = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-runs = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 PROFILE = typer.Argument(..., help="A profile of rigbook.toml.")
 
@@ -166,51 +165,6 @@ async def _changed(link: Any, wanted: dict[str, Any]) -> bool:
         return True
     manifest = await read_json(link, f"{wanted['out']}/manifest.json")
     return bool(manifest and manifest.get("complete"))
-
-
-@runs.command("list")
-def runs_list() -> None:
-    """Every run that the book knows, newest last.
-
-    Example:  rigbook runs list --json
-    """
-    from state.book import open_book
-
-    found = list(open_book(root()).runs.values())
-    names = ("run", "what", "name", "host", "started", "ended", "status", "exit", "seconds")
-    text = table(
-        [[r.run, r.what, r.host or "", _clock(r.started), r.status, _seconds(r.seconds)] for r in found],
-        ["run", "what", "host", "started (UTC)", "status", "time"],
-    )
-    emit([{name: getattr(r, name) for name in names} for r in found], text if found else "no runs")
-
-
-@runs.command("show")
-def runs_show(run: str = typer.Argument(..., help="The run's id; a unique beginning is enough.")) -> None:
-    """One run: settings, result, artifacts.
-
-    Example:  rigbook runs show train
-    """
-    from dataclasses import asdict
-
-    from state.book import open_book
-
-    book = open_book(root())
-    known = book.runs
-    found = [known[run]] if run in known else [r for name, r in known.items() if name.startswith(run)]
-    if len(found) != 1:
-        what = "no run begins" if not found else f"{len(found)} runs begin"
-        raise RigbookError("run.unknown", f"{what} with {run!r}", hint="rigbook runs list", exit_code=USAGE)
-    made = [asdict(a) for a in book.artifacts if a.run == found[0].run]
-    emit({**asdict(found[0]), "artifacts": made})
-
-
-def _seconds(value: float | None) -> str:
-    return "" if value is None else f"{value:.0f} s"
-
-
-def _clock(ts: str) -> str:
-    return ts[:19].replace("T", " ")
 
 
 @serve.command("plan")
