@@ -279,6 +279,22 @@ STATES = [
         "Look at its log; start the stage again.",
     ),
     _check(
+        "match.layer", "warning", "Stored states are another layer than their index says",
+        "Counting inputs or outputs, and the state before or after the last norm, differ between engines and trainers.",
+        "Each stored slice against every state of the target, computed again.",
+        "Correct the layers in index.json, or extract anew.",
+        ("vllm #43671", "vllm #46788", "TorchSpec #87", "sglang #25454"),
+    ),
+    _check(
+        "match.far", "warning", "Stored states are none of the target's",
+        "Another model, revision or number format made them.", "The nearest of all its states still differs much.",
+        "Extract anew with the model that will serve.", ("vllm-ascend #6612",),
+    ),
+    _check(
+        "match.states", "error", "There are no states of this target to compare",
+        "The folder is no finished one of `hidden`, or is of another width.", "Its index.json.", "Name another folder.",
+    ),
+    _check(
         "target.unsupported", "error", "The built-in decoder does not read this target",
         "It reads plain Llama models. A large target's states come from the server that serves it.",
         "Its config.json and the names of its tensors.", "Set the source of pipeline.hidden to the server.",

@@ -14,6 +14,7 @@ from pipeline.eagle3.shards import read_index, read_shards
 from pipeline.sglang_patches import capture
 from pipeline.stages import hidden, hidden_server
 from pipeline.stages.protocol import Refused, write_jsonl
+from tests.gpu import hidden_sglang
 from tests.lab.capture_server import CaptureServer, serving
 from tests.lab.stage_run import run_stage
 from tests.lab.tiny_model import make_tiny_model
@@ -162,3 +163,27 @@ def test_a_stage_that_goes_on_asks_only_for_what_is_missing(
     (tmp_path / "out/shard-00001.safetensors").unlink()
     assert run(tmp_path, inputs, url)["shards_written_now"] == 1
     assert sum(server.passes) - asked < asked / 2
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_the_comparison_for_a_real_gpu_names_a_shift_by_one(
+    tmp_path: Path, inputs: dict[str, Path], server: CaptureServer, url: str, shift: int
+) -> None:
+    """tests/gpu/hidden_sglang.py on the CPU. The server says that it captures our layers, and may capture the next."""
+    server.layers = [layer + shift for layer in LAYERS]
+    argv = ["--model", str(inputs["model"]), "--url", url, "--folder", str(tmp_path / "states")]
+    argv += [
+        "--out",
+        str(tmp_path / "compared"),
+        "--rows",
+        "6",
+        "--longest",
+        "40",
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+    ]
+    assert hidden_sglang.main(argv) == shift
+    table = json.loads((tmp_path / "compared/hidden_sglang.json").read_text())["table"]
+    assert [line["closest_layer"] for line in table] == [*(str(layer + shift) for layer in LAYERS), "last"]

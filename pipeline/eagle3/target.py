@@ -245,7 +245,8 @@ class Target:
 
         With a cache, token t of row b stands at position `cache.lengths[first_row + b] + t`, sees what the row holds
         and the new tokens up to itself, and is written to the cache; without one, each row starts at position 0.
-        `captures`: the layers whose inputs to keep (`config.capture_layers`, or none).
+        `captures`: the layers whose inputs to keep (`config.capture_layers`, or none); one past the last layer means
+        what the final norm reads.
         """
         c = self.config
         B, T = tokens.shape
@@ -266,6 +267,8 @@ class Target:
             h = rms_norm(x, layer.mlp_norm, c.norm_eps)
             gate, up = F.linear(h, layer.gate_up).chunk(2, -1)  # [B, T, F] each
             x = x + F.linear(F.silu(gate) * up, layer.down)
+        if len(self.layers) in captures:
+            kept[len(self.layers)] = x
         final = rms_norm(x, self.norm, c.norm_eps)
         return Hidden(final, torch.cat([kept[i] for i in captures], -1) if captures else None)
 
