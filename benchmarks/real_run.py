@@ -34,7 +34,7 @@ STEPS: dict[str, list[list[str]]] = {
     "states": [["run", "hidden"]],
     "training": [["run", "train", "export", "audit", "predict"]],
     "serving": [["serve", "start", "eagle3"], ["serve", "status", "eagle3"], ["serve", "stop", "eagle3"]],
-    "benchmark": [["bench", "run", "baseline", "eagle3"]],
+    "benchmark": [["--yes", "bench", "run", "baseline", "eagle3"]],
     "book": [["gpus"], ["clean"], ["status"]],
 }
 

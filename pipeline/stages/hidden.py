@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,7 +37,7 @@ from pipeline.stages.protocol import Stage, digest_file, main, read_jsonl, write
 SHARD_BYTES = (64 << 20, 1 << 30)  # least and most: a resume repeats one, and 3.5 TB should not be 55,000 files
 SHARDS = 256  # how many we like
 BATCH_TOKENS = {"cpu": 2048, "cuda": 65536}
-WRITERS = 2
+WRITERS = max(2, min(8, (os.cpu_count() or 2) // 2))  # on a GPU two of them were what all waited for
 FLOOR = 2 << 30  # bytes that must stay free on the disk while we write
 SPOT_EVERY = 100  # and at least one row of each shard
 # Of the RMS of the state. bf16 products depend on the batch's shape; a leak or a shift by one is near 1.
