@@ -80,7 +80,7 @@ def run(stage: Stage) -> dict[str, Any]:
 
 def slices(row: Row, width: int) -> Tensor:
     """[A + 1, T, H]: the captures, then the final state."""
-    return torch.cat([row.aux.unflatten(-1, (-1, width)).transpose(0, 1), row.last.unsqueeze(0)])
+    return torch.cat([row.aux.reshape(len(row), -1, width).transpose(0, 1), row.last.unsqueeze(0)])
 
 
 def state_names(layers: int) -> list[str]:
@@ -94,7 +94,7 @@ def every_state(target: Target, row: Row) -> Tensor:
     tokens = row.tokens[:POSITIONS].unsqueeze(0).to(target.embed.device)
     made = target.forward(tokens, captures=tuple(range(target.config.layers + 1)))
     assert made.captures is not None
-    layers = made.captures[0].unflatten(-1, (-1, target.config.hidden_size)).transpose(0, 1)
+    layers = made.captures[0].reshape(tokens.shape[1], -1, target.config.hidden_size).transpose(0, 1)
     return torch.cat([layers, made.final])
 
 
