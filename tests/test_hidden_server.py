@@ -107,6 +107,7 @@ def leaky(batch: Any) -> None:
         (leaky, "something leaks"),
     ],
 )
+@pytest.mark.training_report(24)
 def test_a_server_that_does_wrong_is_found_out(
     tmp_path: Path, inputs: dict[str, Path], server: CaptureServer, url: str, tamper: Callable[[Any], None], why: str
 ) -> None:
@@ -121,6 +122,7 @@ def test_a_server_that_does_wrong_is_found_out(
     ("key", "value"),
     [("disable_radix_cache", False), ("chunked_prefill_size", 8192), ("speculative_algorithm", "EAGLE3")],
 )
+@pytest.mark.training_report(24)
 def test_a_server_whose_flags_cut_states_is_refused_before_it_is_asked(
     tmp_path: Path, inputs: dict[str, Path], server: CaptureServer, url: str, key: str, value: Any
 ) -> None:
