@@ -240,6 +240,11 @@ STATES = [
         ("speculators #279", "speculators #966", "speculators #994", "sglang #8066"),
     ),
     _check(
+        "hidden.no-transformers", "error", "transformers is not installed in the env of the stage",
+        "It computes the states of targets that our own decoder does not load.", "It is imported.",
+        "Install it there, or let the server give the states.",
+    ),
+    _check(
         "hidden.not-patched", "error", "The SGLang server does not write hidden states",
         "Versions before 0.5.23 give them as lists of numbers over HTTP, if at all.",
         "The capture.json that a patched server leaves when it starts, and the file of each row.",
@@ -297,7 +302,8 @@ STATES = [
     _check(
         "target.unsupported", "error", "The built-in decoder does not read this target",
         "It reads plain Llama models. A large target's states come from the server that serves it.",
-        "Its config.json and the names of its tensors.", "Set the source of pipeline.hidden to the server.",
+        "Its config.json and the names of its tensors.",
+        "Set pipeline.hidden.how to transformers, or to sglang for one that only fits a server.",
     ),
     _check(
         "stage.no-gpu", "error", "The stage is set to a GPU, and torch sees none",

@@ -105,7 +105,7 @@ def _only(name: str) -> Callable[[Project], dict[str, Any]]:
 def _hidden(project: Project) -> dict[str, Any]:
     """With where the server is and writes, if one is asked. Raises RigbookError `pipeline.no-hidden-dir`."""
     table = pipeline_of(project).hidden
-    if table.how == "torch":
+    if table.how != "sglang":
         return asdict(table)
     profile = project.profile(table.profile)
     told = {**project.env(profile.env).vars, **profile.vars}

@@ -196,8 +196,11 @@ class VocabTable(Table, frozen=True, kw_only=True):
 
 class HiddenTable(Table, frozen=True, kw_only=True):
     how: Annotated[
-        Literal["torch", "sglang"],
-        Meta(description="torch: our own decoder; sglang: the patched server of `profile` writes them"),
+        Literal["torch", "transformers", "sglang"],
+        Meta(
+            description="torch: our own decoder; transformers: that library, for other architectures; sglang: the "
+            "patched server of `profile` writes them"
+        ),
     ] = "torch"
     profile: Annotated[str, Meta(description="sglang: the profile to ask, with RIGBOOK_HIDDEN_DIR in its vars")] = ""
     layers: Annotated[

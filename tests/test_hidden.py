@@ -182,3 +182,39 @@ def test_a_target_of_another_kind_is_refused_in_a_sentence(tmp_path: Path, input
     path.write_text(path.read_text().replace('"llama"', '"mamba"'))
     with pytest.raises(Refused, match="mamba"):
         run(tmp_path, inputs)
+
+
+def test_the_transformers_library_gives_the_same_states(tmp_path: Path, inputs: dict[str, Path]) -> None:
+    run(tmp_path, inputs)
+    run_stage("hidden", tmp_path / "hf", inputs, {"dtype": "float32", "batch_tokens": 80, "how": "transformers"})
+    index = read_index(tmp_path / "hf")
+    assert index.source == "transformers" and index.target == read_index(tmp_path / "out").target
+    for theirs, ours in zip(read_shards(tmp_path / "hf"), read_shards(tmp_path / "out"), strict=True):
+        assert theirs.id == ours.id and torch.equal(theirs.tokens, ours.tokens) and torch.equal(theirs.mask, ours.mask)
+        torch.testing.assert_close(theirs.aux.float(), ours.aux.float(), rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(theirs.last.float(), ours.last.float(), rtol=1e-2, atol=1e-2)
+
+
+def test_a_target_that_our_decoder_does_not_load_has_states_by_transformers(
+    tmp_path: Path, inputs: dict[str, Path]
+) -> None:
+    """Qwen3: norms of queries and keys, another model_type."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=384, hidden_size=48, intermediate_size=96, num_hidden_layers=8, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "qwen")
+    other = {**inputs, "model": tmp_path / "qwen"}
+    with pytest.raises(Refused, match="qwen3"):
+        run_stage("hidden", tmp_path / "own", other, {"dtype": "float32"})
+    run_stage("hidden", tmp_path / "hf", other, {"dtype": "float32", "batch_tokens": 80, "how": "transformers"})
+    row = read_shards(tmp_path / "hf")[0]
+    with torch.inference_mode():
+        every = model(row.tokens.unsqueeze(0), output_hidden_states=True).hidden_states  # inputs of layers, then final
+    wanted = torch.cat([every[layer + 1][0] for layer in (1, 3, 4)], -1)
+    torch.testing.assert_close(row.aux.float(), wanted, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(row.last.float(), every[-1][0], rtol=1e-2, atol=1e-2)

@@ -1,7 +1,8 @@
 """What the target thinks, on disk: captures and final hidden states of every token of every row.
 
 inputs    rows (rows.jsonl of `mix`), model
-settings  how: "torch" (our own decoder) or "sglang" (a patched server, see `hidden_server`; then base_url and folder)
+settings  how: "torch" (our own decoder), "transformers" (that library: other architectures) or "sglang" (a patched
+          server, see `hidden_server`; then base_url and folder)
           layers: whose outputs to capture, physical, 0-based (empty: 1, half - 1, fourth from last, which is EAGLE-3's
           choice); dtype; device ("cpu", "cuda", "auto"); batch_tokens: of one forward pass (0: what suits the device)
 output    shard-00000.safetensors …, index.json: see `pipeline.eagle3.shards`
@@ -17,7 +18,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,6 +33,7 @@ from pipeline.eagle3.shards import Index, Row, index_json, read_shard, shard_byt
 from pipeline.eagle3.sizes import bytes_per_token
 from pipeline.eagle3.target import Target, TargetError
 from pipeline.stages.hidden_server import ServerStates
+from pipeline.stages.hidden_transformers import transformers_forward
 from pipeline.stages.protocol import Stage, digest_file, main, read_jsonl, write_bytes, write_json
 
 SHARD_BYTES = (64 << 20, 1 << 30)  # least and most: a resume repeats one, and 3.5 TB should not be 55,000 files
@@ -118,8 +120,13 @@ def source_of(stage: Stage, layers: tuple[int, ...], dtype: str, positions: int)
     if s.get("how", "torch") == "sglang":
         return ServerStates(stage, layers, str(s["base_url"]), Path(s["folder"]))
     device = device_of(stage, s.get("device", "cpu"))
-    target = load_target(stage, DTYPES[dtype], positions, device)
-    return TorchStates(stage, target, layers, dtype, int(s.get("batch_tokens") or BATCH_TOKENS[device.type]))
+    if s.get("how") == "transformers":
+        forward = transformers_forward(stage, stage.inputs["model"], layers, DTYPES[dtype], device)
+    else:
+        forward = own_forward(load_target(stage, DTYPES[dtype], positions, device), layers)
+    states = TorchStates(stage, forward, int(s.get("batch_tokens") or BATCH_TOKENS[device.type]))
+    states.source, states.about = str(s.get("how", "torch")), {"dtype": dtype}
+    return states
 
 
 def sizes_of(stage: Stage) -> tuple[int, int]:
@@ -237,13 +244,28 @@ def by_length(rows: Rows, batch_tokens: int) -> Iterator[Rows]:
         yield batch
 
 
-class TorchStates:
-    """States from our own decoder, a batch at a time."""
+Forward = Callable[[Tensor], tuple[Tensor, Tensor]]  # ids [B, T] -> captures [B, T, A*H], final states [B, T, H]
 
-    def __init__(self, stage: Stage, target: Target, layers: tuple[int, ...], dtype: str, batch_tokens: int) -> None:
-        self.stage, self.target, self.batch_tokens = stage, target, batch_tokens
-        self.inputs = tuple(layer + 1 for layer in layers)  # the output of a layer is the input of the next
-        self.source, self.about = "torch", {"dtype": dtype}
+
+def own_forward(target: Target, layers: tuple[int, ...]) -> Forward:
+    inputs = tuple(layer + 1 for layer in layers)  # the output of a layer is the input of the next
+
+    def forward(ids: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = target.forward(ids.to(target.embed.device), captures=inputs)
+        assert hidden.captures is not None
+        return hidden.captures, hidden.final
+
+    return forward
+
+
+class TorchStates:
+    """States that are computed here, a batch at a time."""
+
+    source: str
+    about: dict[str, Any]
+
+    def __init__(self, stage: Stage, forward: Forward, batch_tokens: int) -> None:
+        self.stage, self.forward, self.batch_tokens = stage, forward, batch_tokens
 
     @torch.inference_mode()
     def __call__(self, batch: Rows) -> Iterator[Row]:
@@ -252,11 +274,10 @@ class TorchStates:
         for i, row in enumerate(batch):
             # Padding comes after the row: a causal model does not see it.
             ids[i, : len(row["input_ids"])] = torch.tensor(row["input_ids"])
-        hidden = self.target.forward(ids.to(self.target.embed.device), captures=self.inputs)
-        assert hidden.captures is not None
-        if not (hidden.captures.isfinite().all() & hidden.final.isfinite().all()):
-            self._refuse_not_finite(batch, hidden.captures, hidden.final)
-        aux, final = (t.to(torch.bfloat16).cpu() for t in (hidden.captures, hidden.final))
+        captures, states = self.forward(ids)
+        if not (captures.isfinite().all() & states.isfinite().all()):
+            self._refuse_not_finite(batch, captures, states)
+        aux, final = (t.to(torch.bfloat16).cpu() for t in (captures, states))
         for i, row in enumerate(batch):
             length = len(row["input_ids"])
             mask = torch.tensor(row["loss_mask"], dtype=torch.bool)
