@@ -59,6 +59,7 @@ def test_states_that_are_what_they_say_hold(tmp_path: Path, inputs: dict[str, Pa
 
 @pytest.mark.training_report(5)
 @pytest.mark.parametrize("shift", [-1, 1])
+@pytest.mark.training_report(5)
 def test_a_shift_by_one_layer_is_named(tmp_path: Path, inputs: dict[str, Path], shift: int) -> None:
     inputs_of = tuple(layer + 1 + shift for layer in (1, 3, 4))
     rewrite(inputs, lambda row, target: dataclasses.replace(row, aux=captured(row, target, inputs_of)))
@@ -66,11 +67,13 @@ def test_a_shift_by_one_layer_is_named(tmp_path: Path, inputs: dict[str, Path], 
     assert warnings(tmp_path / "match") == ["match.layer"] * 3
 
 
+@pytest.mark.training_report(5)
 def test_the_state_before_the_norm_is_told_from_that_after_it(tmp_path: Path, inputs: dict[str, Path]) -> None:
     rewrite(inputs, lambda row, target: dataclasses.replace(row, last=captured(row, target, (8,))))
     assert match(tmp_path, inputs) == ["1", "3", "4", "7"]
 
 
+@pytest.mark.training_report(4)
 def test_another_order_of_the_captures_is_named(tmp_path: Path, inputs: dict[str, Path]) -> None:
     rewrite(inputs, lambda row, _: dataclasses.replace(row, aux=row.aux.unflatten(-1, (3, H)).flip(1).flatten(1)))
     assert match(tmp_path, inputs) == ["4", "3", "1", "last"]

@@ -63,7 +63,34 @@ def test_changed_configuration_is_refused_by_name(tmp_path: Path, change: str) -
     assert execute(second, lambda stage: {}) == protocol.REFUSED
     error = events(tmp_path)[-1]
     assert error["id"] == "stage.changed"
-    assert ("settings.x" if change == "settings" else "inputs.text") in str(error["message"])
+    assert ("settings.x from 1 to 2" if change == "settings" else "inputs.text") in str(error["message"])
+
+
+def test_what_changed_is_told_with_both_values() -> None:
+    old = {"settings": {"a": 1, "deep": {"b.c": "x", "same": 0}}, "inputs": {"rows": "00"}}
+    new = {"settings": {"deep": {"b.c": "y" * 99, "same": 0}, "new": True}, "inputs": {"rows": "11"}}
+    told = protocol.changes(old, new)
+    assert told.startswith('inputs.rows, settings.a from 1 to null, settings.deep.b.c from "x" to "yyy')
+    assert told.endswith("settings.new from null to true") and "same" not in told and len(told) < 200
+    assert protocol.changes(old, old) == ""
+
+
+def test_the_time_left_is_told_by_effort_where_rows_are_not_equally_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """100 tokens/s. Short answers ended first: 50 of 60 rows are done, and 9,000 of 10,000 tokens are left."""
+    clock = [1000.0]
+    monkeypatch.setattr(protocol.time, "time", lambda: clock[0])
+    stage = Stage(spec(tmp_path))
+    for second in range(11):
+        clock[0] = 1000.0 + second
+        stage.progress(5 * second, 60, "responses", (100.0 * second, 10_000.0 - 100 * second))
+    last = events(tmp_path)[-1]
+    assert last["rate"] == 5 and last["eta"] == pytest.approx(90), "by rows it would be 2 seconds"
+    clock[0] += 2
+    other = Stage(spec(tmp_path))
+    other.progress(3, 60, "responses", (0.0, 100.0))
+    assert events(tmp_path)[-1]["eta"] is None, "unknown, not zero"
 
 
 def test_a_transient_setting_may_change_and_only_that(tmp_path: Path) -> None:

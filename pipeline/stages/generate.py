@@ -356,7 +356,8 @@ class _Work:
             self.stage.progress(min(self.totals.tokens, self.budget), self.budget, "tokens", **extra)
         else:
             total = self.count - sum(self.allotment.left_out.values())
-            self.stage.progress(self.totals.rows + len(self.errors), total, "responses", **extra)
+            effort = (self.totals.tokens, self.allotment.expected())
+            self.stage.progress(self.totals.rows + len(self.errors), total, "responses", effort, **extra)
 
 
 def seed_of(seed: int, name: str) -> int:

@@ -57,12 +57,20 @@ class Stage:
         self.digests: dict[str, str] = {}  # of the inputs
         self._progress_at = 0.0
         self._ended_at: tuple[float, float] | None = None
-        self._rate = _Rate()
+        self._rate, self._effort = _Rate(), _Rate()
 
-    def progress(self, done: float, total: float, unit: str, **extra: Any) -> None:
-        """Say how far we are. Cheap to call in a loop: it writes at most once a second, and always at the end."""
+    def progress(
+        self, done: float, total: float, unit: str, effort: tuple[float, float] | None = None, **extra: Any
+    ) -> None:
+        """Say how far we are. Cheap to call in a loop: it writes at most once a second, and always at the end.
+
+        effort: (work done, work left) in units that are equally long, where `unit` is not: tokens of responses. The
+        time left is told by it. Short responses end first, so counting responses promises an early end.
+        """
         now = time.time()
         self._rate.note(now, done)
+        if effort is not None:
+            self._effort.note(now, effort[0])
         ended = done >= total and (done, total) != self._ended_at
         if now - self._progress_at < PROGRESS_SECONDS and not ended:
             return
@@ -70,6 +78,9 @@ class Stage:
         self._ended_at = (done, total) if done >= total else None
         rate = self._rate.per_second()
         eta = (total - done) / rate if rate else None
+        if effort is not None:
+            speed = self._effort.per_second()
+            eta = effort[1] / speed if speed else None
         self._emit("progress", done=done, total=total, unit=unit, rate=rate, eta=eta, **extra)
         percent = 100.0 * done / total if total else 100.0
         words = [f"{percent:5.1f} %", f"{done:,.0f}/{total:,.0f} {unit}"]
@@ -216,7 +227,7 @@ def _run_once(stage: Stage, spec: dict[str, Any], run: Callable[[Stage], dict[st
     key = digest_json(identity)
     begun = read_json(stage.out / "begun.json")
     if begun is not None and begun.get("key") != key:
-        changed = ", ".join(changed_fields(begun.get("identity", {}), identity)) or "the configuration"
+        changed = changes(begun.get("identity", {}), identity) or "the configuration"
         raise Refused(
             "stage.changed",
             f"{stage.out} belongs to another configuration ({changed} changed); move it away or choose another workdir",
@@ -347,6 +358,32 @@ def changed_fields(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -
         elif a != b:
             out.append(f"{prefix}{name}")
     return out
+
+
+def changes(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """What differs, with both values of settings; an input is told by its name, because a digest says nothing."""
+    words = []
+    for name in changed_fields(old, new):
+        values = [_shown(_at(side, name)) for side in (old, new)]
+        words.append(name if name.startswith("inputs.") else f"{name} from {values[0]} to {values[1]}")
+    return ", ".join(words)
+
+
+def _at(value: Any, dotted: str) -> Any:
+    """The value under a dotted name; keys may have dots of their own."""
+    while dotted:
+        if not isinstance(value, dict):
+            return None
+        key = next((k for k in value if dotted == k or dotted.startswith(f"{k}.")), None)
+        if key is None:
+            return None
+        value, dotted = value[key], dotted[len(key) + 1 :]
+    return value
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 # --- files ---------------------------------------------------------------------------------------------------------
