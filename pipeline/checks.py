@@ -284,6 +284,18 @@ STATES = [
         "Look at its log; start the stage again.",
     ),
     _check(
+        "convert.ways", "error", "States are converted from or to our own layout",
+        "Each reader and writer has one side.",
+        "The two settings are compared.", "Set `from` or `to` to rigbook.",
+    ),
+    _check(
+        "convert.states", "error", "States of another trainer cannot be taken as they are",
+        "A file is cut, missing, of other rows, or does not hold what its layout says.",
+        "Every file is read whole; tokens, shapes and numbers are compared.",
+        "Make the file that the message names anew with the trainer that wrote it.",
+        ("speculators #566", "SpecForge #104"),
+    ),
+    _check(
         "match.layer", "warning", "Stored states are another layer than their index says",
         "Counting inputs or outputs, and the state before or after the last norm, differ between engines and trainers.",
         "Each stored slice against every state of the target, computed again.",
