@@ -130,6 +130,13 @@ def estimate(
     rates = measured(known)
     rows, missing = _rows(p.prompts, known)
     answers, answers_basis = _answers(p.generate.max_tokens, rows, known)
+    budgets = sum(source.tokens for source in p.prompts.sources if not source.rows)
+    if budgets and not _made(known):
+        # Sources are cut at their budgets of response tokens; what else there is has its own number.
+        answers, answers_basis = answers + budgets, f"{budgets:,} tokens by the budgets of sources; {answers_basis}"
+    if assume.tokens is not None:
+        share, answers_basis = _share(assume.tokens, known)
+        answers, missing = round(assume.tokens * share), ""
     if p.generate.token_budget and p.generate.token_budget < answers:
         answers, answers_basis = p.generate.token_budget, f"{p.generate.token_budget:,} tokens are the budget"
     answers_basis = "; ".join(filter(None, (answers_basis, missing)))
@@ -212,15 +219,31 @@ def _training(table: TrainTable, timed: Any, total: int, answers: int, basis: st
 
 def _rows(table: PromptsTable, runs: list[Run]) -> tuple[int, str]:
     """(prompts to answer, what is missing in that number). Rows of a source are counted by `prompts`, not before."""
-    for run in reversed(runs):
-        told = run.result.get("train") if run.name == "prompts" and run.status == "done" else None
-        if isinstance(told, int) and told:
-            return told, ""
+    if made := _made(runs):
+        return made, ""
     rows = table.self_written + (SEEDS if table.seeds else 0) + sum(source.rows for source in table.sources)
-    unknown = [source.name for source in table.sources if not source.rows]
+    unknown = [source.name for source in table.sources if not source.rows and not source.tokens]
     if not unknown:
         return rows, ""
     return rows, f"without {', '.join(unknown)}: its rows are counted by `prompts` (until then --assume tokens=N)"
+
+
+def _made(runs: list[Run]) -> int:
+    """Prompts that the newest run of `prompts` has made; 0: none has."""
+    for run in reversed(runs):
+        told = run.result.get("train") if run.name == "prompts" and run.status == "done" else None
+        if isinstance(told, int) and told:
+            return told
+    return 0
+
+
+def _share(tokens: int, runs: list[Run]) -> tuple[float, str]:
+    """(share of response tokens in so many tokens, why)."""
+    for run in reversed(runs):
+        if run.name == "tokenize" and run.status == "done" and run.result.get("tokens"):
+            share = run.result["response_tokens"] / run.result["tokens"]
+            return share, f"{tokens:,} tokens assumed, {share:.0%} of them responses, as in {run.run}"
+    return 1.0, f"at most: all of the {tokens:,} tokens assumed"
 
 
 def _asked(guess: Guess, table: GenerateTable, prompts: int, responses: int) -> Guess:

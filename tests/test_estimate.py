@@ -71,7 +71,10 @@ def test_the_whole_pipeline_for_kimi_k2_5(project: Project) -> None:
     assert training.seconds == 72_000 and any("2,594.7 M parameters in memory" in why for why in training.basis)
     # Two checkpoints kept and one being written, three fp32 vectors of what is trained each, and the result.
     assert training.disk == 961_572_864 * 4 * 10
-    assert any("at most: 88,060 answers of 4,096 tokens" in why for why in guesses["generate"].basis)
+    assert guesses["generate"].tokens == 61_330_000 and guesses["generate"].most
+    assert any("at most: all of the 61,330,000 tokens" in why for why in guesses["generate"].basis)
+    longest = {guess.stage: guess for guess in estimate(project, KIMI, [], Assumptions())}["generate"]
+    assert any("at most: 88,060 answers of 4,096 tokens" in why for why in longest.basis)
     assert any("1,000 tokens/s assumed" in why for why in states.basis)
     everything = total(guesses.values())
     assert set(everything.unknown_time) == {"prompts", "tokenize", "mix", "vocab", "held_self", "held_people", *LATE}
@@ -180,3 +183,17 @@ def test_budgets_prices_and_passes_are_what_rigbook_toml_says(tmp_path: Path) ->
     assert asked is not None and 100 < asked < 110
     unknown = loads(text.replace("max_cost = 90.0", "").replace("price_in = 1.0\n", ""), tmp_path)
     assert {g.stage: g for g in estimate(unknown, KIMI, [], rates)}["generate"].money is None
+
+
+def test_budgets_of_sources_are_answers_and_a_source_without_one_is_told_as_missing(tmp_path: Path) -> None:
+    text = RIG.format(root=tmp_path).replace("self_written = 88000", "self_written = 0\nseeds = false")
+    source = '[[pipeline.prompts.sources]]\nname = "{}"\npath = "/x"\n{}\n'
+    bounded = text + source.format("chat", "tokens = 40_000_000") + source.format("code", "tokens = 20_000_000")
+    guess = {g.stage: g for g in estimate(loads(bounded, tmp_path), KIMI, [], Assumptions())}["generate"]
+    assert guess.tokens == 60_000_000 and not any("without" in why for why in guess.basis)
+    free = bounded + source.format("rest", "")
+    guess = {g.stage: g for g in estimate(loads(free, tmp_path), KIMI, [], Assumptions())}["generate"]
+    assert any("without rest" in why for why in guess.basis)
+    made = [run("prompts", 5.0, {"train": 1000})]
+    guess = {g.stage: g for g in estimate(loads(free, tmp_path), KIMI, made, Assumptions())}["generate"]
+    assert guess.tokens == 1000 * 4096 and not any("without" in why for why in guess.basis)
