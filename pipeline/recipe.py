@@ -142,7 +142,7 @@ STAGES: tuple[StageDef, ...] = (
         "generate",
         "generate",
         "the target's own responses",
-        {"prompts": ("prompts", "train.jsonl")},
+        {"prompts": ("prompts", "train.jsonl"), "budgets": ("prompts", "budgets.json")},
         model=True,
         settings=_generate,
         server=_answers,

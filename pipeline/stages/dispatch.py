@@ -65,13 +65,14 @@ Ask = Callable[[Lane, Row], Awaitable[dict[str, Any]]]
 
 @dataclass
 class Dispatch:
-    """`answered` judges an answer: whether it is kept. `failed` is told of a row that will get none, and why."""
+    """`answered` judges an answer: whether it is kept. Then what was set aside for it (dollars) is given back to the
+    purse by whoever keeps it, with a `wake`. `failed` is told of a row that will get none, and why."""
 
     lanes: list[Lane]
     rows: Allotment
     purse: Purse
     ask: Ask
-    answered: Callable[[Lane, Row, dict[str, Any]], bool]
+    answered: Callable[[Lane, Row, dict[str, Any], float], bool]
     failed: Callable[[Row, str], None]
     session: aiohttp.ClientSession
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
@@ -94,6 +95,10 @@ class Dispatch:
         except BaseExceptionGroup as errors:
             raise _first(errors) from None
 
+    def wake(self) -> None:
+        """Something changed: look again whether a row can be given out."""
+        self._wake.set()
+
     def _fill(self, group: asyncio.TaskGroup, now: float) -> None:
         while (row := self.rows.peek()) is not None:
             lane, most = self._choose(row, now)
@@ -115,7 +120,7 @@ class Dispatch:
                 continue
             most = self.purse.most(lane.endpoint.price, row.data)
             if not self.purse.allows(most):
-                if not self.purse.out:
+                if not self.purse.open:
                     # Nothing that comes back could free anything: this is the end of the money.
                     lane.broke, lane.closed = True, f"the cap of ${self.purse.cap:,.2f} has no room for another request"
                 continue
@@ -150,9 +155,7 @@ class Dispatch:
             lane.tokens += fields["completion_tokens"]
             lane.usd += usd or 0.0
             lane.pace.answered(now, fields["completion_tokens"], lane.full)
-            if self.answered(lane, row, fields if usd is None else fields | {"usd": usd}):
-                self.purse.back(most, usd or 0.0)
-            else:
+            if not self.answered(lane, row, fields if usd is None else fields | {"usd": usd}, most):
                 self.purse.back(most, 0.0)
                 self.purse.lose(usd or 0.0, f"{row.data['id']} at {lane.endpoint.name}: not kept")
         lane.in_flight -= 1
@@ -218,15 +221,13 @@ class Dispatch:
 
     async def _news(self, now: float) -> None:
         """Wait for an answer, for the first server that is set aside, or for the end of our patience."""
-        left = [lane for lane in self.lanes if not lane.closed]
-        times = [lane.aside for lane in left if lane.aside > now]
-        times += [now + min(PATIENCE, LAST_WAIT) for lane in left if lane.trouble]
-        timer = asyncio.get_running_loop().call_later(max(0.0, min(times) - now), self._wake.set) if times else None
+        times = [lane.aside for lane in self.lanes if lane.aside > now and not lane.closed]
+        until = min([now + min(PATIENCE, LAST_WAIT), *times])
+        timer = asyncio.get_running_loop().call_later(until - now, self._wake.set)
         try:
             await self._wake.wait()
         finally:
-            if timer is not None:
-                timer.cancel()
+            timer.cancel()
 
     async def _watch(self, lane: Lane) -> None:
         """Keep an eye on the server's own queue, where it tells it."""

@@ -94,8 +94,8 @@ def run(stage: Stage) -> dict[str, Any]:
     try:
         run_async(work.run())
     finally:
-        work.purse.close()
         out.close()
+        work.purse.close()
     seconds = time.monotonic() - began
     return work.result() | {
         "seconds": seconds,
@@ -157,6 +157,9 @@ class _Work:
         self.proven: set[str] = set() if self.thinking else set(self.kept_back)
         self.errors: list[dict[str, Any]] = []
         self.answers = 0  # of this start
+        self.dispatch: Dispatch | None = None
+        # Rows that are not on the disk yet: dollars that are set aside for each, and that it cost.
+        self.set_aside: dict[str, tuple[float, float]] = {}
         budgets = read_json(stage.inputs["budgets"]) if "budgets" in stage.inputs else None
         self.budget = int(settings.get("token_budget", 0))
         missing = [row for row in rows if row["id"] not in out.done]
@@ -173,18 +176,16 @@ class _Work:
         self._affordable(self.allotment.expected() if self.budget else 0.0, "before the first request")
         async with session() as http:
             await self._greet(http)
-            keeper = asyncio.ensure_future(self.out.keep())
-            work = asyncio.ensure_future(
-                Dispatch(
-                    self.lanes,
-                    self.allotment,
-                    self.purse,
-                    lambda lane, row: lane.endpoint.ask(http, self.request(row), self.max_tokens),
-                    self.answered,
-                    self.failed,
-                    http,
-                ).run()
+            self.dispatch = Dispatch(
+                self.lanes,
+                self.allotment,
+                self.purse,
+                lambda lane, row: lane.endpoint.ask(http, self.request(row), self.max_tokens),
+                self.answered,
+                self.failed,
+                http,
             )
+            keeper, work = asyncio.ensure_future(self.out.keep()), asyncio.ensure_future(self.dispatch.run())
             try:
                 # The disk's trouble ends the work as well as the work's own.
                 await asyncio.wait({keeper, work}, return_when=asyncio.FIRST_COMPLETED)
@@ -203,8 +204,8 @@ class _Work:
         # The seed is the row's own: an answer does not depend on which others were asked, or in what order.
         return {"messages": row.data["messages"], "seed": seed_of(self.seed, row.data["id"])} | self.body
 
-    def answered(self, lane: Lane, row: Row, fields: dict[str, Any]) -> bool:
-        """Judge an answer. Returns whether it is kept."""
+    def answered(self, lane: Lane, row: Row, fields: dict[str, Any], most: float) -> bool:
+        """Judge an answer. Returns whether it is kept. `most`: dollars set aside for it."""
         if self.thinking is not None:
             fields = split_reasoning(fields, self.thinking.opening, self.thinking.closing, self.thinking.opened)
         if not fields["response"].strip() and not fields.get("reasoning", "").strip():
@@ -213,6 +214,7 @@ class _Work:
             self.failed(row, f"the answer is empty ({tokens} tokens, finish_reason {finish})")
             return False
         self.answers += 1
+        self.set_aside[row.data["id"]] = most, fields.get("usd", 0.0)
         self.allotment.settle(row, fields["completion_tokens"])
         self.kept_back[lane.endpoint.name].append(row.data | fields | {"endpoint": lane.endpoint.name})
         self._released(lane, at_the_end=False)
@@ -230,6 +232,11 @@ class _Work:
     def durable(self, row: dict[str, Any]) -> None:
         """A row is on the disk."""
         self.totals.add(row)
+        # Only now: a row that a kill would lose is money that only the purse's file knows of.
+        if row["id"] in self.set_aside:
+            self.purse.back(*self.set_aside.pop(row["id"]))
+        if self.dispatch is not None:
+            self.dispatch.wake()
         self._progress()
         total = self.totals
         if total.rows >= FEW and self.max_unfinished < 1:
@@ -324,12 +331,13 @@ class _Work:
         if not paid or len(paid) < len(self.lanes):
             return  # free ones go on when the money is at its end
         prompts = self.allotment.pending * self._mean_prompt()
-        dollars = self.purse.spent + min(price.of(prompts, tokens) for price in paid)
+        spent = self.purse.spent + sum(usd for _, usd in self.set_aside.values())
+        dollars = spent + min(price.of(prompts, tokens) for price in paid)
         if dollars > self.purse.cap:
             self.stage.refuse(
                 "generate.estimate",
                 f"{when}: about ${dollars:,.2f} in all ({self.allotment.pending} prompts and {tokens:,.0f} response "
-                f"tokens to come, ${self.purse.spent:,.4f} spent), and max_cost is ${self.purse.cap:,.2f}. Raise it, "
+                f"tokens to come, ${spent:,.4f} spent), and max_cost is ${self.purse.cap:,.2f}. Raise it, "
                 "or set token_budget",
             )
 

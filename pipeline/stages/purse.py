@@ -59,6 +59,7 @@ class Purse:
         self.spent = 0.0  # on rows that are kept, and on those that are not
         self.lost = 0.0  # of that: on those that are not
         self.out = 0.0  # the most that all requests in flight can cost
+        self.open = 0  # how many they are
         self._written = 0.0  # what the file says is in flight: never less than `out`
         self._read()
 
@@ -90,6 +91,7 @@ class Purse:
     def send(self, most: float) -> None:
         """A request that can cost so much is about to be sent."""
         self.out += most
+        self.open += 1
         if self.out > self._written:
             # Twice as much as needed: written a few times in all, not for each request.
             self._written = 2 * self.out
@@ -97,7 +99,8 @@ class Purse:
 
     def back(self, most: float, usd: float) -> None:
         """It came back, and cost `usd`, which its row says."""
-        self.out -= most
+        self.open -= 1
+        self.out = self.out - most if self.open else 0.0  # sums of floats do not come back to nothing by themselves
         self.spent += usd
 
     def lose(self, usd: float, why: str) -> None:
@@ -110,7 +113,7 @@ class Purse:
     def close(self) -> None:
         """The last word: what is in flight now (nothing, where the end was reached)."""
         if self._written:
-            self._write({"in_flight": max(0.0, self.out) if self.out > 1e-12 else 0.0})
+            self._write({"in_flight": self.out})
 
     def _write(self, entry: dict[str, Any]) -> None:
         with self.path.open("ab") as file:
