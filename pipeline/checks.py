@@ -172,6 +172,32 @@ ROWS = [
         ("speculators #346", "speculators #943", "tinker-cookbook #784", "TRT-LLM #14416"),
     ),
     _check(
+        "tokenize.look-alike", "warning", "Two special tokens are written alike",
+        "Text is read as one of them; if the server writes the other, the drafter learns a token that never comes.",
+        "The tokenizer's files are searched for one text with two ids.",
+        "Ask the server's /tokenize, and declare the right one under target.special_tokens.",
+        ("tinker-cookbook #784",),
+    ),
+    _check(
+        "tokenize.no-reasoning", "error", "A target that thinks, and no thoughts in the data",
+        "The drafter never sees the half of what the target writes.",
+        "The template opens the thoughts, and no row has reasoning.",
+        "Generate again with the server's reasoning parser on, or say that the target does not think.",
+        ("NemoClaw #8878", "speculators #346"),
+    ),
+    _check(
+        "tokenize.prompt-ids", "warning", "The server saw other prompt ids than the target's directory gives",
+        "Another template or tokenizer, or a token more at the beginning: hidden states would be of other prompts.",
+        "Where the server tells the ids of prompts, a share of them is rendered and encoded here as well.",
+        "Give server and pipeline the same directory, and chat_template_kwargs under pipeline.generate.extra.",
+    ),
+    _check(
+        "tokenize.rebuilt", "warning", "Text that is encoded again gives other ids than the server's",
+        "Rows without ids are put together from text; the drafter would learn tokens that the target does not write.",
+        "A share of the rows that have ids goes both ways.",
+        "Let the servers return token ids (SGLang and vLLM do), or look at the first rows with `rigbook run preview`.",
+    ),
+    _check(
         "tokenize.cut", "warning", "Rows were cut", "Their ends are never learnt from.",
         "Lengths are compared with pipeline.tokenize.max_len.", "Raise max_len where there is room.",
     ),

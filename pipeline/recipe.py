@@ -91,7 +91,20 @@ def _held(project: Project) -> dict[str, Any]:
 
 def _tokenize(project: Project) -> dict[str, Any]:
     declared = project.target.special_tokens if project.target is not None else {}
-    return {**asdict(pipeline_of(project).tokenize), **({"special_tokens": declared} if declared else {})}
+    told = {"special_tokens": declared} if declared else {}
+    return {**asdict(pipeline_of(project).tokenize), **told, **_speech(project)}
+
+
+def _predict(project: Project) -> dict[str, Any]:
+    return {**asdict(pipeline_of(project).predict), **_speech(project)}
+
+
+def _speech(project: Project) -> dict[str, Any]:
+    """What was asked of the server that shapes prompts and answers: to rebuild them, it has to be known again."""
+    table = pipeline_of(project).generate
+    template = table.extra.get("chat_template_kwargs")
+    reasoning = {"reasoning": table.reasoning} if table.reasoning != "auto" else {}
+    return {**reasoning, **({"template": template} if template else {})}
 
 
 def _only(name: str) -> Callable[[Project], dict[str, Any]]:
@@ -243,7 +256,7 @@ STAGES: tuple[StageDef, ...] = (
             "held_people": ("held_people", "rows.jsonl"),
         },
         model=True,
-        settings=_only("predict"),
+        settings=_predict,
     ),
 )
 BY_NAME = {stage.name: stage for stage in STAGES}

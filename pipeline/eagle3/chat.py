@@ -15,7 +15,7 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-Message = dict[str, str]
+Message = dict[str, str]  # role and content; of an answer perhaps reasoning_content
 
 
 class Chat:
@@ -37,12 +37,12 @@ class Chat:
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self.template = environment.from_string(self.source)
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
-        """Raises ValueError when the template does not take these messages (roles out of order, say)."""
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False, **variables: Any) -> str:
+        """`variables`: what requests call chat_template_kwargs (enable_thinking, say). Raises ValueError when the
+        template does not take these messages (roles out of order, say)."""
+        told = self.special | variables
         try:
-            return self.template.render(
-                messages=list(messages), add_generation_prompt=add_generation_prompt, **self.special
-            )
+            return self.template.render(messages=list(messages), add_generation_prompt=add_generation_prompt, **told)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template refuses these messages: {error}") from error
 

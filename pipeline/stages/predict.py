@@ -17,20 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.eagle3.chat import Chat
 from pipeline.eagle3.devices import DTYPES
 from pipeline.eagle3.draft import DraftCache, Drafter
-from pipeline.eagle3.frozen import end_tokens
 from pipeline.eagle3.target import Target
 from pipeline.stages.hidden import load_target
 from pipeline.stages.protocol import Stage, main, read_jsonl, write_json
-from pipeline.stages.tokenize import Unusable, tokenize_row
+from pipeline.stages.reasons import thinking
+from pipeline.stages.sequence import Unusable, rules_of
+from pipeline.stages.tokenize import tokenize_row
 
 
 def run(stage: Stage) -> dict[str, Any]:
     steps, dtype = int(stage.settings.get("steps", 3)), DTYPES[stage.settings.get("dtype", "bfloat16")]
     model = stage.inputs["model"]
-    chat, ends = Chat(model), end_tokens(model)
+    thinks = thinking(model, stage.settings.get("reasoning", "auto"))
+    rules = rules_of(model, thinks, dict(stage.settings.get("template") or {}))
     target = load_target(stage, dtype)
     drafter = Drafter.load(stage.inputs["drafter"], target.embed, dtype)
     results: dict[str, Any] = {}
@@ -38,7 +39,7 @@ def run(stage: Stage) -> dict[str, Any]:
         rows, errors = [], 0
         for row in read_jsonl(stage.inputs[f"held_{kind}"]):
             try:
-                made = tokenize_row(chat, row, ends)
+                made = tokenize_row(rules, row)
             except Unusable as reason:
                 errors += 1
                 stage.warn("predict.row", f"{row['id']}: {reason}")

@@ -391,11 +391,17 @@ def _shown(value: Any) -> str:
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Replace a file so that a reader, or a machine that loses power, sees the old one or the new one, whole."""
+    write_blocks(path, (data,))
+
+
+def write_blocks(path: Path, blocks: Iterable[bytes]) -> None:
+    """The same for what is too long to be held at once. What making the blocks raises leaves the old file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
-            file.write(data)
+            for block in blocks:
+                file.write(block)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -445,10 +451,17 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> int:
-    """Write all rows at once, atomically. Returns how many."""
-    lines = [json.dumps(clean(row), ensure_ascii=False) + "\n" for row in rows]
-    write_bytes(path, "".join(lines).encode())
-    return len(lines)
+    """Write rows as they come, and all of them or none. Returns how many."""
+    count = 0
+
+    def lines() -> Iterator[bytes]:
+        nonlocal count
+        for row in rows:
+            count += 1
+            yield (json.dumps(clean(row), ensure_ascii=False) + "\n").encode()
+
+    write_blocks(path, lines())
+    return count
 
 
 class JsonlAppender:

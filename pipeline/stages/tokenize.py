@@ -1,138 +1,205 @@
 """Responses -> token ids and loss mask.
 
 inputs    rows (rows.jsonl of `generate`), model; optional: ready and tokenized (of `prompts`)
-settings  max_len: longer rows are cut there; special_tokens ({}): text -> id, which must hold
-output    rows.jsonl: {"id", "source", "texts", "input_ids", "loss_mask"}; mask 1 = response token, the end token too
+settings  max_len: longer rows are cut there; special_tokens ({}): text -> id, which must hold; reasoning (auto): as in
+          `generate`; template ({}): chat_template_kwargs of the requests
+output    rows.jsonl: {"id", "source", "texts", "input_ids", "loss_mask"}; mask 1 = response token: thoughts, answer and
+          the end token
           errors.jsonl: rows set aside, with the reason; samples.txt: some rows with the masked span marked, to look at
           samples.jsonl: more of them, {"id", "source", "tokens": [[text, mask], …]}, for `rigbook run preview`
+result    also `compared`: how often the server's ids are those that template and tokenizer give (`sequence`)
 
-Ids are the ones that the model produced, where the server gave them: encoding its text again may give others. A mask
-that is wrong trains a drafter that looks healthy, so each row must decode back to the response text.
+A mask that is wrong trains a drafter that looks healthy. It is never searched for in the text: it is the span of the
+ids that were written, and these must decode back to the response. Rows go through one by one: only samples are held.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.eagle3.chat import Chat
-from pipeline.eagle3.frozen import end_tokens
 from pipeline.stages.protocol import Stage, main, read_jsonl, write_bytes, write_jsonl
+from pipeline.stages.reasons import thinking
+from pipeline.stages.sequence import Compared, Rules, Unusable, look_alikes, rules_of, sequence, wrong_ids
 
 MAX_BAD = 0.02  # more rows than this share that cannot be used mean a fault of the set-up, not of the rows
 MANY_UNFINISHED = 0.5
 SAMPLES = 5
 PREVIEWS = 50
+COMPARE = 1000  # rows, evenly spread, of which both ways to the ids are gone
+MAY_DIFFER = 0.02  # share of compared rows
 
 
-class Unusable(Exception):
-    """A row that is set aside; the text is its reason."""
+@dataclass
+class Tally:
+    """What the rows so far add up to."""
+
+    total: int
+    done: int = 0
+    out: int = 0
+    empty: int = 0
+    cut: int = 0
+    thought: int = 0
+    spoken: int = 0  # rows that did not come as ids
+    rebuilt: int = 0  # of these, without ids of the server
+    tokens: int = 0
+    longest: int = 0
+    lengths: Counter[int] = field(default_factory=Counter)  # response tokens -> rows
+    finished: Counter[str] = field(default_factory=Counter)
+    errors: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    compared: Compared = field(default_factory=Compared)
+
+    @property
+    def responses(self) -> int:
+        return sum(length * rows for length, rows in self.lengths.items())
 
 
 def run(stage: Stage) -> dict[str, Any]:
+    model, settings = stage.inputs["model"], stage.settings
     try:
-        chat = Chat(stage.inputs["model"])
+        thinks = thinking(model, settings.get("reasoning", "auto"))
+        rules = rules_of(model, thinks, dict(settings.get("template") or {}))
     except ValueError as error:
         stage.refuse("tokenize.template", str(error))
-    if wrong := wrong_ids(chat, stage.settings.get("special_tokens") or {}):
-        stage.refuse("tokenize.special", "; ".join(wrong))
-    ends, max_len = end_tokens(stage.inputs["model"]), int(stage.settings.get("max_len", 512))
-    rows: list[dict[str, Any]] = []
-    errors: list[dict[str, Any]] = []
-    empty, cut = 0, 0
-    finished: Counter[str] = Counter()
-    source = [
-        row for name in ("rows", "ready", "tokenized") if name in stage.inputs for row in read_jsonl(stage.inputs[name])
-    ]
-    for done, row in enumerate(source, 1):
-        try:
-            made = as_it_came(row) if "input_ids" in row else tokenize_row(chat, row, ends)
-        except Unusable as reason:
-            errors.append({"id": row["id"], "reason": str(reason)})
-            continue
-        finished[str(row.get("finish_reason", "unknown"))] += 1
-        cut += len(made["input_ids"]) > max_len
-        made["input_ids"], made["loss_mask"] = made["input_ids"][:max_len], made["loss_mask"][:max_len]
-        if sum(made["loss_mask"]) < 2:  # a drafter needs a token to start from and one to guess
-            empty += 1
-            continue
-        rows.append(made)
-        stage.progress(done, len(source), "rows")
-    if not rows:
-        stage.refuse("tokenize.empty-mask", "no row has a response to learn from: every loss mask is empty")
-    write_jsonl(stage.out / "errors.jsonl", errors)
-    if len(errors) > MAX_BAD * len(source):
-        stage.refuse(
-            "tokenize.rows",
-            f"{len(errors)} of {len(source)} rows cannot be used; the first: {errors[0]['id']}: {errors[0]['reason']}",
+    declared = settings.get("special_tokens") or {}
+    twins = look_alikes(model)
+    if wrong := wrong_ids(rules.chat, declared):
+        said = [f"{text} stands in the tokenizer's files as {_and(twins[text])}" for text in declared if text in twins]
+        stage.refuse("tokenize.special", "; ".join([*wrong, *said]))
+    if undeclared := {text: ids for text, ids in twins.items() if text not in declared}:
+        text, ids = next(iter(undeclared.items()))
+        stage.warn(
+            "tokenize.look-alike",
+            f"{text} stands in the tokenizer's files as {_and(ids)}: find out which one the server uses, and declare "
+            "it under target.special_tokens",
         )
-    if errors:
-        stage.warn("tokenize.rows", f"{len(errors)} rows set aside, see errors.jsonl")
-    if cut:
-        stage.warn("tokenize.cut", f"{cut} of {len(source)} rows are longer than {max_len} tokens and were cut")
-    unfinished = finished["length"] / max(1, sum(finished.values()))
-    if unfinished > MANY_UNFINISHED:
-        stage.warn("tokenize.unfinished", f"{unfinished:.0%} of the responses were stopped by max_tokens")
+    names = [name for name in ("rows", "ready", "tokenized") if name in stage.inputs]
+    tally = Tally(sum(_lines(stage, name) for name in names))
+    write_jsonl(stage.out / "rows.jsonl", made_rows(stage, rules, names, int(settings.get("max_len", 512)), tally))
+    write_jsonl(stage.out / "errors.jsonl", tally.errors)
+    _judge(stage, rules, tally)
 
-    write_jsonl(stage.out / "rows.jsonl", rows)
     stage.artifact("rows", stage.out / "rows.jsonl")
-    write_bytes(stage.out / "samples.txt", "\n\n".join(marked(chat, row) for row in rows[:SAMPLES]).encode())
-    every = max(1, len(rows) // PREVIEWS)
-    write_jsonl(stage.out / "samples.jsonl", (sample(chat, row) for row in rows[::every][:PREVIEWS]))
-    lengths, responses = [len(r["input_ids"]) for r in rows], [sum(r["loss_mask"]) for r in rows]
+    text = "\n\n".join(marked(rules.chat, row) for row in tally.samples[:SAMPLES])
+    write_bytes(stage.out / "samples.txt", text.encode())
+    write_jsonl(stage.out / "samples.jsonl", (sample(rules.chat, row) for row in tally.samples))
     return {
-        "rows": {"in": len(source), "out": len(rows), "errors": len(errors), "skipped": empty},
-        "tokens": sum(lengths),
-        "response_tokens": sum(responses),
-        "masked_share": sum(responses) / sum(lengths),
-        "response_histogram": histogram(responses),
-        "longest": max(lengths),
-        "cut": cut,
-        "finish_reasons": dict(finished),
+        "rows": {"in": tally.done, "out": tally.out, "errors": len(tally.errors), "skipped": tally.empty},
+        "tokens": tally.tokens,
+        "response_tokens": tally.responses,
+        "masked_share": tally.responses / tally.tokens,
+        "response_histogram": histogram(tally.lengths),
+        "longest": tally.longest,
+        "cut": tally.cut,
+        "with_reasoning": tally.thought,
+        "finish_reasons": dict(tally.finished),
+        "compared": tally.compared.result(),
     }
 
 
-def as_it_came(row: dict[str, Any]) -> dict[str, Any]:
-    """A row that held ids and mask already; `prompts` has checked them."""
-    return {"texts": [], **{name: row[name] for name in ("id", "source", "input_ids", "loss_mask")}}
+def made_rows(stage: Stage, rules: Rules, names: list[str], max_len: int, tally: Tally) -> Iterator[dict[str, Any]]:
+    """Every usable row, while `tally` counts all of them."""
+    compare, preview = max(1, tally.total // COMPARE), max(1, tally.total // PREVIEWS)
+    for row in (row for name in names for row in read_jsonl(stage.inputs[name])):
+        tally.done += 1
+        try:
+            made = made_row(rules, row, tally, compare=tally.done % compare == 0)
+        except Unusable as reason:
+            tally.errors.append({"id": row["id"], "reason": str(reason)})
+            continue
+        tally.finished[str(row.get("finish_reason", "unknown"))] += 1
+        length = len(made["input_ids"])
+        tally.cut += length > max_len
+        tally.longest = max(tally.longest, min(length, max_len))
+        made["input_ids"], made["loss_mask"] = made["input_ids"][:max_len], made["loss_mask"][:max_len]
+        response = sum(made["loss_mask"])
+        stage.progress(tally.done, tally.total, "rows")
+        if response < 2:  # a drafter needs a token to start from and one to guess
+            tally.empty += 1
+            continue
+        tally.out += 1
+        tally.tokens += len(made["input_ids"])
+        tally.lengths[response] += 1
+        if (tally.out - 1) % preview == 0 and len(tally.samples) < PREVIEWS:
+            tally.samples.append(made)
+        yield made
 
 
-def wrong_ids(chat: Chat, declared: dict[str, int]) -> list[str]:
-    """What does not hold of the declared special tokens. Converted tokenizers have given them ids of their own (tinker-
-    cookbook #784), and some models have two tokens that look alike: what is written must be read as that one id."""
-    found = []
-    for text, id in declared.items():
-        read, written = chat.encode(text), chat.decode([id])
-        if read != [id]:
-            found.append(f"{text} is declared as {id}, the tokenizer reads {read}")
-        elif written != text:
-            found.append(f"{text} is declared as {id}, the tokenizer writes that id as {written!r}")
-    return found
+def made_row(rules: Rules, row: dict[str, Any], tally: Tally, compare: bool) -> dict[str, Any]:
+    """One row, or Unusable with the reason. One that held ids and mask already was checked by `prompts`."""
+    if "input_ids" in row:
+        return {"texts": [], **{name: row[name] for name in ("id", "source", "input_ids", "loss_mask")}}
+    made = tokenize_row(rules, row, tally.compared if compare else None)
+    tally.spoken += 1
+    tally.rebuilt += not row.get("output_ids")
+    tally.thought += bool(row.get("reasoning"))
+    return made
 
 
-def tokenize_row(chat: Chat, row: dict[str, Any], ends: set[int]) -> dict[str, Any]:
-    """One row, or `Unusable` with the reason."""
-    messages, text = row["messages"], row["response"]
-    try:
-        prompt = chat.encode(chat.render(messages, add_generation_prompt=True))
-    except ValueError as error:
-        raise Unusable(str(error)) from error
-    ids = list(row["output_ids"]) if row.get("output_ids") else chat.encode(text) if text else []
-    if not ids and row.get("completion_tokens"):
-        raise Unusable(f"the server counted {row['completion_tokens']} tokens, the response is empty")
-    if ids and row.get("finish_reason") == "stop" and ends and ids[-1] not in ends:
-        ids.append(min(ends))  # servers often keep the end token to themselves; it was generated all the same
-    spoken = ids[:-1] if ids and ids[-1] in ends else ids
-    if chat.decode(spoken, skip_special_tokens=True) != text:
-        raise Unusable("the response tokens do not decode to the response text")
-    texts = [*(m["content"] for m in messages), text]
+def tokenize_row(rules: Rules, row: dict[str, Any], compared: Compared | None = None) -> dict[str, Any]:
+    """One row, or Unusable with the reason."""
+    prompt, written = sequence(rules, row, compared)
+    said = "\n".join(text for text in (row.get("reasoning"), row["response"]) if text)
     return {
         "id": row["id"],
         "source": row.get("source", "unknown"),
-        "texts": texts,
-        "input_ids": prompt + ids,
-        "loss_mask": [0] * len(prompt) + [1] * len(ids),
+        "texts": [*(m["content"] for m in row["messages"]), said],
+        "input_ids": prompt + written,
+        "loss_mask": [0] * len(prompt) + [1] * len(written),
     }
+
+
+def _judge(stage: Stage, rules: Rules, tally: Tally) -> None:
+    """Refuse what would train a drafter that only looks healthy, and warn of the rest."""
+    errors, compared = tally.errors, tally.compared
+    if len(errors) > MAX_BAD * tally.done:
+        stage.refuse(
+            "tokenize.rows",
+            f"{len(errors)} of {tally.done} rows cannot be used; the first: {errors[0]['id']}: {errors[0]['reason']}",
+        )
+    if not tally.out:
+        stage.refuse("tokenize.empty-mask", "no row has a response to learn from: every loss mask is empty")
+    if rules.thinking is not None and rules.thinking.sure and tally.spoken and not tally.thought:
+        stage.refuse(
+            "tokenize.no-reasoning",
+            f"the target thinks before it answers, and none of {tally.spoken} rows holds any reasoning: answers alone "
+            'train a drafter for text that it never writes alone; or say reasoning = "no" under [pipeline.generate]',
+        )
+    if errors:
+        stage.warn("tokenize.rows", f"{len(errors)} rows set aside, see errors.jsonl")
+    if tally.cut:
+        longest = f"longer than {tally.longest} tokens"
+        stage.warn("tokenize.cut", f"{tally.cut} of {tally.done} rows are {longest} and were cut")
+    unfinished = tally.finished["length"] / max(1, sum(tally.finished.values()))
+    if unfinished > MANY_UNFINISHED:
+        stage.warn("tokenize.unfinished", f"{unfinished:.0%} of the responses were stopped by max_tokens")
+    others = compared.prompts - compared.prompts_same
+    if others > MAY_DIFFER * compared.prompts:
+        stage.warn(
+            "tokenize.prompt-ids",
+            f"the server saw {others} of {compared.prompts} prompts with other ids than "
+            f"template and tokenizer of the target's directory give (the first: {compared.first_prompt}); the server's "
+            "are used: does it have another template, or were chat_template_kwargs sent?",
+        )
+    if tally.rebuilt and compared.rows - compared.same > MAY_DIFFER * compared.rows:
+        stage.warn(
+            "tokenize.rebuilt",
+            f"{tally.rebuilt} rows have no ids of the server and were put together from their text; of {compared.rows} "
+            f"rows that have ids this gives others for {compared.rows - compared.same}",
+        )
+
+
+def _lines(stage: Stage, name: str) -> int:
+    with stage.inputs[name].open("rb") as file:
+        return sum(1 for line in file if line.strip())
+
+
+def _and(ids: list[int]) -> str:
+    return " and ".join(map(str, ids))
 
 
 def marked(chat: Chat, row: dict[str, Any]) -> str:
@@ -148,9 +215,11 @@ def sample(chat: Chat, row: dict[str, Any]) -> dict[str, Any]:
     return {"id": row["id"], "source": row["source"], "tokens": tokens}
 
 
-def histogram(lengths: list[int]) -> dict[str, int]:
+def histogram(lengths: Counter[int]) -> dict[str, int]:
     """Rows by response length, in powers of two: {"2-3": n, "4-7": n, …}."""
-    counts = Counter(length.bit_length() for length in lengths)
+    counts: Counter[int] = Counter()
+    for length, rows in lengths.items():
+        counts[length.bit_length()] += rows
     return {f"{2 ** (bits - 1)}-{2**bits - 1}": counts[bits] for bits in sorted(counts)}
 
 
