@@ -2,14 +2,14 @@
 `train_quality.py`, which tell it what to do as JSON on its standard input.
 
     {"sizes": {hidden, inner, heads, kv_heads, head_dim, vocab, draft_vocab, eps, theta}, "guesses", "decay", "device",
-     "bf16", "threads", "lr", "batches": FILE, or for each batch [[prompt, response] of each row, …], "seconds" or
-     "steps", "busy", "out": DIR}
+     "bf16", "threads", "lr", "batches": FILE, or for each batch [[prompt, response] of each row, …], "seconds",
+     "busy"; with a FILE "steps", "ids" (target's id of each draft token), "newer" (EAGLE-3.1's norms)}
 
 The model class of the library with its own loss, its attention for the device (flex attention and the fused loss on a
 GPU, where it compiles its forward pass; eager ones on a processor, where those have no backward), and the step of its
 `Trainer`: autocast to bf16 where asked for, gradient clipped to 1, AdamW (its default, Muon, costs more). Batches are
 in memory, on the device: reading them costs it nothing. With "batches" a list it is timed on random data and prints
-{"seconds_per_step", "steps"}; with a FILE it is trained on what is in there and its weights are written to `out`.
+{"seconds_per_step", …}; with a FILE it is trained on what is in there and judged on what is held out.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ import json
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.losses import resolve_loss_config
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
@@ -52,6 +50,8 @@ def build(told: dict[str, Any]) -> Eagle3DraftModel:
         transformer_layer_config=layer,
         draft_vocab_size=s["draft_vocab"],
         eagle_aux_hidden_state_layer_ids=[2, 15, 27],
+        norm_before_fc=told.get("newer", False),
+        norm_output=told.get("newer", False),
         speculators_config=SpeculatorsConfig(
             algorithm="eagle3",
             proposal_methods=[proposal],
@@ -110,7 +110,7 @@ def main() -> None:
             torch.cuda.synchronize()
 
     if isinstance(told["batches"], str):
-        print(json.dumps(train(told, model, optimizer, step)))
+        print(json.dumps(train(told, model, step, optimizer)))
         return
     batches = [random_batch(rows, told["sizes"], device) for rows in told["batches"]]
     for batch in batches[:2] * 2:
@@ -127,32 +127,46 @@ def main() -> None:
     print(json.dumps({"seconds_per_step": statistics.median(seconds), "rounds": len(seconds), "peak_gib": peak}))
 
 
-def train(told: dict[str, Any], model: Any, optimizer: torch.optim.Optimizer, step: Any) -> dict[str, Any]:
-    """FILE: borrowed tensors (embed, head, final_norm) and per batch `NUMBER.name`, in the order of the steps. Its
-    schedule: linear warm-up over a hundredth of the steps, then linearly to zero."""
+def train(told: dict[str, Any], model: Any, step: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """FILE: embed, head, `NUMBER.name` of each step's batch, `held.NUMBER.name`. Its schedule: linear warm-up over a
+    hundredth of the steps, then linearly to zero. Then, for each response token of each held batch: how many guesses in
+    a row are the text's own tokens (its forward pass embeds the true ones, as ours does)."""
     with safe_open(told["batches"], framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+
+    def batch_of(prefix: str) -> dict[str, torch.Tensor]:
+        return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
     with torch.no_grad():
         model.embed_tokens.weight.copy_(tensors["embed"])
         model.lm_head.weight.copy_(tensors["head"])
         model.verifier_lm_head.weight.copy_(tensors["head"])
-        # The stored states are behind the verifier's last norm already.
-        model.verifier_norm = torch.nn.Identity()
-        model.norm.weight.fill_(1.0)
-    number = 1 + max(int(name.partition(".")[0]) for name in tensors if name[0].isdigit())
+    model.verifier_norm = torch.nn.Identity()  # the stored states are behind the verifier's last norm already
     total, warmup = told["steps"], max(1, told["steps"] // 100)
     began = time.perf_counter()
     for i in range(total):
         rate = min((i + 1) / warmup, (total - i) / max(1, total - warmup))
         for group in optimizer.param_groups:
             group["lr"] = told["lr"] * rate
-        prefix = f"{i % number}."
-        step({name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)})
+        step(batch_of(f"{i}."))
     seconds = time.perf_counter() - began
-    kept = ("fc.", "layers.", "norm.")
-    weights = {k: v.detach().float().contiguous() for k, v in model.state_dict().items() if k.startswith(kept)}
-    save_file(weights, Path(told["out"]) / "model.safetensors")
-    return {"seconds": seconds, "steps": total}
+    ids, accepted = torch.tensor(told["ids"]), []
+    number = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("held."))
+    for i in range(number):
+        batch = {n: t.float() if t.is_floating_point() else t for n, t in batch_of(f"held.{i}.").items()}
+        del batch["verifier_last_hidden_states"]  # without it there is no loss to make
+        with torch.no_grad():
+            drafted = model(**batch, ttt_steps=told["guesses"])
+        text, mask = batch["input_ids"][0], batch["loss_mask"][0]
+        alive, right = torch.ones_like(mask), torch.zeros(len(mask), dtype=torch.long)
+        for k, guess in enumerate(drafted):
+            at = torch.arange(len(text)) + 1 + k  # the token after those embedded so far
+            inside = at < len(text)
+            at = at.clamp(max=len(text) - 1)
+            alive = alive & inside & mask[at] & (ids[guess[0]] == text[at])
+            right += alive
+        accepted.append(right[mask].tolist())
+    return {"seconds": seconds, "steps": total, "accepted": accepted}
 
 
 if __name__ == "__main__":

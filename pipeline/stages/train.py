@@ -422,6 +422,7 @@ def finish(
         "passes": tokens / sum(len(row) for row in rows),
         "rows_used": len(rows),
         "seconds": seconds,
+        "loop_seconds": looped,  # of this process: without reading, the teacher and the start
         "tokens_per_second": tokens / seconds,
         "data_wait_share": waited / looped if looped else 0.0,
         "loss": sum(e["loss"] for e in last) / len(last),
