@@ -89,7 +89,8 @@ def held_accept_length(path: Path, held: list[Taught], embed: Tensor, head: Tens
     for row in held:
         batch = to_batch(gather([row], with_last=False, with_spans=False), trained.capture_rms, torch.float32)
         ids = trained.vocab.target_ids
-        made = accepted_everywhere(trained.config, trained.weights, embed, head, ids, batch, GUESSES)
+        right = row.tokens[(batch.response + 1).clamp(max=len(row) - 1)]  # the text is the target's greedy one
+        made = accepted_everywhere(trained.config, trained.weights, embed, head, ids, batch, right, GUESSES)
         walks.append(walk(made.tolist(), batch.left.tolist()))
     return accept_length(walks)
 

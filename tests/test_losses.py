@@ -191,7 +191,8 @@ def test_what_is_accepted_is_what_the_walk_with_the_drafters_own_guesses_accepts
             for j in range(0, len(batch.response), 5):
                 if batch.left[j] > step:
                     batch.tokens[batch.response[j] + 1 + step] = tokens[j]
-    accepted = accepted_everywhere(CONFIG, weights, embed, head, every, batch, STEPS)
+    text = batch.tokens[(batch.response + 1).clamp(max=len(batch.tokens) - 1)]
+    accepted = accepted_everywhere(CONFIG, weights, embed, head, every, batch, text, STEPS)
     made = list(_guessed(weights, embed, head, batch))
     for j, left in enumerate(batch.left.tolist()):
         right = 0
@@ -201,8 +202,8 @@ def test_what_is_accepted_is_what_the_walk_with_the_drafters_own_guesses_accepts
     assert int(accepted.max()) >= 2 and int(accepted.min()) == 0
     # Through a map of ids: a drafter that never says the text's token is never right.
     shifted = (every + 1) % CONFIG.vocab_size
-    inverse = accepted_everywhere(CONFIG, weights, embed, head[shifted], every, batch, STEPS)
-    mapped = accepted_everywhere(CONFIG, weights, embed, head[shifted], shifted, batch, STEPS)
+    inverse = accepted_everywhere(CONFIG, weights, embed, head[shifted], every, batch, text, STEPS)
+    mapped = accepted_everywhere(CONFIG, weights, embed, head[shifted], shifted, batch, text, STEPS)
     assert torch.equal(mapped, accepted) and not torch.equal(inverse, accepted)
 
 

@@ -211,6 +211,20 @@ def test_the_walk_is_that_of_the_prediction() -> None:
     assert accept_length([(2, 3), (2, 1)]) == 2.0 and accept_length([]) is None
 
 
+def test_what_the_target_would_write_is_its_likeliest_token_at_each_response_token(paths: dict[str, Path]) -> None:
+    """The tiny pipeline's rows are the target's greedy ones (its special tokens left out), so it wrote just that."""
+    from pipeline.eagle3.heldout import greedy_next
+    from pipeline.eagle3.shards import read_shards
+
+    head = borrow(paths["model"]).head.float()
+    same = total = 0
+    for row in read_shards(paths["hidden"]):
+        wrote = row.tokens[row.mask.nonzero().flatten()[1:]]
+        wanted = greedy_next(row, head)[: len(wrote)]
+        same, total = same + int((wrote == wanted).sum()), total + len(wrote)
+    assert same > 0.9 * total
+
+
 @pytest.mark.training_report(15)
 def test_an_empty_mask_is_refused(tmp_path: Path, paths: dict[str, Path]) -> None:
     from pipeline.eagle3.shards import read_shards, shard_bytes

@@ -1,8 +1,9 @@
 """The accept length on rows that training does not see, from their stored states.
 
 The text is walked as greedy verification would walk it: draft after the token just written, take the guesses that are
-the text's own next tokens and one token of the target's, go on from there. Where the text is the target's greedy one
-this is what a server does at temperature 0; where it was sampled, what a server does that samples these very tokens.
+what the target would write there, and one token of the target's, go on from there. What it would write is the likeliest
+token by its stored state and head. Where the text is the target's greedy one, this is what a server does at temperature
+0; where it was sampled, the same along a text that now and then goes another way, which the drafter reads as it is.
 """
 
 from __future__ import annotations
@@ -10,12 +11,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
+
+from pipeline.eagle3.shards import Row
 
 
 def held_out(rows: int, wanted: int, seed: int) -> list[int]:
     """Which rows are set aside: ascending, the same for a seed."""
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed + 1))
     return sorted(order[:wanted].tolist())
+
+
+@torch.no_grad()
+def greedy_next(row: Row, head: Tensor) -> Tensor:
+    """[M] target ids: what the target would write after each response token. head [V, H]: its whole head."""
+    last = row.last[row.mask].to(head.device, head.dtype)
+    return torch.cat([(part @ head.t()).argmax(-1) for part in torch.split(last, 512)])
 
 
 def walk(accepted: Sequence[int], left: Sequence[int]) -> tuple[int, int]:

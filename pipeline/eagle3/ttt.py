@@ -303,18 +303,19 @@ def accepted_everywhere(
     head: Tensor,
     target_ids: Tensor,
     batch: Batch,
+    right: Tensor,
     steps: int,
     ops: Ops = PLAIN,
 ) -> Tensor:
-    """[M]: how many guesses in a row are the text's own tokens, drafting right after each response token. target_ids
-    [Vd]: the target's id of each draft token. Guesses past the end of an answer do not count."""
+    """[M]: how many guesses in a row are right, drafting behind each response token. target_ids [Vd]: the target's id
+    of each draft token; right [M]: the token that the target wants after each response token. Guesses past the end of
+    an answer do not count."""
     head = weights.get("head", head)
     alive = torch.ones_like(batch.left, dtype=torch.bool)
     accepted = torch.zeros_like(batch.left)
     for step, made in enumerate(guesses(config, weights, embed, batch, steps, Tape(), ops)):
         rows = chunk_rows(head)
         likeliest = torch.cat([(part @ head.t()).argmax(-1) for part in torch.split(made, rows)])
-        truth = batch.tokens[(batch.response + 1 + step).clamp(max=len(batch.tokens) - 1)]
-        alive = alive & (batch.left > step) & (target_ids[likeliest] == truth)
+        alive = alive & (batch.left > step) & (target_ids[likeliest] == shifted(right, step))
         accepted += alive
     return accepted

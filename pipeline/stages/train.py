@@ -33,7 +33,7 @@ from pipeline.eagle3.draft import DraftConfig, config_for_target, config_from_js
 from pipeline.eagle3.feed import Feed
 from pipeline.eagle3.foreign import read_drafter
 from pipeline.eagle3.frozen import Borrowed, Vocab, borrow, read_vocab, target_config
-from pipeline.eagle3.heldout import accept_length, held_out, walk
+from pipeline.eagle3.heldout import accept_length, greedy_next, held_out, walk
 from pipeline.eagle3.losses import LOSSES
 from pipeline.eagle3.memory import training_need
 from pipeline.eagle3.shards import Row, read_index, read_shards
@@ -160,11 +160,11 @@ def train(stage: Stage, plan: Plan, device: torch.device, group: world.World, be
 
     whole_head = borrowed.head.to(device, settings.dtype)
     rows = teach(stored, whole_head, vocab, stage.out / "teacher", group, told, dense=plan.dense)
-    del whole_head
     held_at = set(held_out(len(rows), plan.held_rows, plan.seed))
     if len(held_at) >= len(rows):
         stage.refuse("train.held-rows", f"held_rows is {plan.held_rows}, and there are {len(rows)} rows in all")
-    held = [row for i, row in enumerate(rows) if i in held_at]
+    held = [(row, greedy_next(row, whole_head)) for i, row in enumerate(rows) if i in held_at]
+    del whole_head
     rows = [row for i, row in enumerate(rows) if i not in held_at]
 
     sample = spread_out(rows)
@@ -375,19 +375,20 @@ def decide_steps(diary: Log, plan: Plan, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def evaluate(trainer: Trainer, held: Sequence[Taught], rms: Tensor, target_ids: Tensor) -> float | None:
-    """The accept length on rows that are set aside."""
+def evaluate(trainer: Trainer, held: Sequence[tuple[Taught, Tensor]], rms: Tensor, target_ids: Tensor) -> float | None:
+    """The accept length on rows that are set aside, each with what the target would write (see `greedy_next`)."""
     walks, at = [], 0
     while at < len(held):
-        end, tokens = at + 1, len(held[at])
-        while end < len(held) and tokens + len(held[end]) <= EVALUATION_TOKENS:
-            tokens, end = tokens + len(held[end]), end + 1
-        gathered = gather(held[at:end], with_last=False, with_spans=trainer.device.type != "cpu")
+        end, tokens = at + 1, len(held[at][0])
+        while end < len(held) and tokens + len(held[end][0]) <= EVALUATION_TOKENS:
+            tokens, end = tokens + len(held[end][0]), end + 1
+        chosen, right = [row for row, _ in held[at:end]], torch.cat([wanted for _, wanted in held[at:end]])
+        gathered = gather(chosen, with_last=False, with_spans=trainer.device.type != "cpu")
         batch = to_batch(moved(gathered, lambda t: t.to(trainer.device)), rms, trainer.settings.dtype)
         steps = trainer.settings.ttt_steps
         weights = {name: tensor.detach() for name, tensor in trainer.compute.items()}
         made = accepted_everywhere(
-            trainer.config, weights, trainer.embed, trainer.head, target_ids, batch, steps, trainer.ops
+            trainer.config, weights, trainer.embed, trainer.head, target_ids, batch, right, steps, trainer.ops
         )
         walks.append(walk(made.tolist(), batch.left.tolist()))
         at = end
@@ -412,7 +413,7 @@ def finish(
         for old in [*(stage.out / "checkpoints").glob("*"), *(stage.out / "teacher").glob("*")]:
             old.unlink()
     last = history[-min(50, len(history)) :]
-    tokens = sum(entry["tokens"] for entry in history)
+    tokens = diary.tokens
     held = [e["held_accept_length"] for e in history if "held_accept_length" in e]
     waited = feed.waited + feed.stalled()
     return {

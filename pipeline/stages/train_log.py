@@ -40,6 +40,7 @@ class Log:
         self.history: list[dict[str, Any]] = meta["history"]
         self.spent: float = meta["seconds"]
         self.responses: int = meta.get("responses", 0)
+        self.tokens: int = sum(entry["tokens"] for entry in self.history)
         self.entered = self.measured = self.saved = time.monotonic()
         self.save_took = 0.0
         self._pending: list[tuple[Item, Tensor]] = []
@@ -62,6 +63,7 @@ class Log:
                     f"{self.trainer.settings.lr:g})",
                 )
             self.responses += item.responses
+            self.tokens += item.tokens
             self.history.append(
                 {
                     "step": len(self.history) + 1,
@@ -94,9 +96,8 @@ class Log:
 
     def _progress(self) -> None:
         accept, loss = self.recent()
-        tokens = [e["tokens"] for e in self.history]
-        done, mean = sum(tokens), sum(tokens) / len(tokens)
-        whole = (self.total or MEASURE_TO) * mean
+        done = self.tokens
+        whole = (self.total or MEASURE_TO) * done / len(self.history)
         ended = len(self.history) == self.total
         self.stage.progress(
             done, done if ended else max(done + 1, whole), "tokens", step=len(self.history), loss=loss, accept=accept
